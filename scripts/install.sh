@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 requirements=requirements.txt
 case "${1:-}" in
   "") ;;
-  --dev) requirements=requirements-dev.txt ;;
+  --dev) requirements="requirements-dev.txt" ;;
   -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   *) echo "error: unknown argument '$1' (try --help)" >&2; exit 2 ;;
 esac
