@@ -1,0 +1,29 @@
+"""The op library `torch.ops.tempo`: schemas and references here in Python, compiled kernels beside them.
+
+A reference is registered for every device (CompositeExplicitAutograd); a compiled kernel registers the same op for its
+device's own dispatch key, which PyTorch prefers. The dispatcher is the only switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_LIBRARY = torch.library.Library("tempo", "DEF")
+
+OP_NAMES: list[str] = []
+
+
+def define(schema: str, reference: Callable, fake: Callable) -> None:
+    """Register an op: its schema, the pure-PyTorch reference, and the shapes it returns."""
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tempo::{name}", fake, lib=_LIBRARY)
+    OP_NAMES.append(name)
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 (gradcheck), float32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
