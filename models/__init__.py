@@ -1,0 +1,1 @@
+"""BERT for pretraining, with layers of PyTorch or of Tempo."""
