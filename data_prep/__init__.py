@@ -1,0 +1,1 @@
+"""Text -> documents -> sentences -> token ids -> sentence pairs -> shards. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Configuration, data loading and the training loop."""

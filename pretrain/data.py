@@ -1,0 +1,365 @@
+"""Training data: micro-batches as a pure function of their place in the training order.
+
+"Sample g" is a place in the endless order of training: epoch = g // N, instance = permutation(seed, epoch)(g % N). The
+permutation is computed, not stored, so resuming anywhere costs nothing, every instance comes exactly once per epoch, and any
+number of ranks and workers cut the same order.
+
+Legend: B instances, S max_seq_length, P max_predictions_per_seq, N instances in the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from data_prep.masking import IGNORED_LABEL, MaskingRules, mask_instances, mix, mix_keys, num_predictions
+from data_prep.shards import VOCAB_NAME, Shard, list_shards, open_shard, read_manifest
+
+_FEISTEL_ROUNDS = 6
+# Shared memory that the workers' batches need: below this, PyTorch's workers die or hang (Docker's default is 64 MB).
+_MIN_SHARED_MEMORY_BYTES = 128 * 2**20
+
+
+def permutation(index: np.ndarray, size: int, seed: int, epoch: np.ndarray) -> np.ndarray:
+    """Map places 0..size-1 of an epoch to instances, one to one: a Feistel network with cycle walking.
+
+    Args:
+        index: int64 [n], each in [0, size).
+        size: N.
+        seed: of the training order.
+        epoch: int64 [n], the epoch of each place.
+
+    Returns:
+        int64 [n], each in [0, size).
+    """
+    half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
+    low_mask = np.uint64((1 << int(half_bits)) - 1)
+    keys = mix_keys(seed, epoch)
+
+    def encrypt(x: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        left, right = x >> half_bits, x & low_mask
+        for round_number in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (mix(right ^ mix(keys + np.uint64(round_number))) & low_mask)
+        return (left << half_bits) | right
+
+    result = encrypt(index.astype(np.uint64), keys)
+    # The network permutes the next power of four; a value outside is encrypted again until it falls inside.
+    while (outside := result >= np.uint64(size)).any():
+        result[outside] = encrypt(result[outside], keys[outside])
+    return result.astype(np.int64)
+
+
+class PretrainingData:
+    """The opened shards of one split, addressed by sample.
+
+    Args:
+        path: see `data_prep.shards.list_shards`.
+        split: "train" or "eval".
+        max_seq_length: S; None takes the shards'. May be larger than theirs, never smaller.
+        max_predictions_per_seq: P.
+        mask_probability: share of the tokens to predict.
+        whole_word_masking: mask whole words.
+        seed: of the order and the masks.
+
+    Attributes:
+        num_instances: N.
+        vocab_size: entries of the vocabulary; None where the data does not say (NVIDIA's shards).
+        min_vocab_size: one more than the largest token id that may occur.
+        fingerprint: content hashes of the shards, which a checkpoint keeps.
+
+    Raises:
+        ValueError: nothing at `path`, shards that do not belong together, or a `max_seq_length` below theirs.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        split: str = "train",
+        max_seq_length: int | None = None,
+        max_predictions_per_seq: int = 20,
+        mask_probability: float = 0.15,
+        whole_word_masking: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.path, self.seed = Path(path), seed
+        self._arguments = {
+            "split": split,
+            "max_seq_length": max_seq_length,
+            "max_predictions_per_seq": max_predictions_per_seq,
+            "mask_probability": mask_probability,
+            "whole_word_masking": whole_word_masking,
+            "seed": seed,
+        }
+        self._last_count: tuple[tuple[int, int], int] | None = None
+        self.shards = [open_shard(file) for file in list_shards(path, split)]
+        self._first = np.cumsum([0] + [shard.num_instances for shard in self.shards])
+        self.num_instances = int(self._first[-1])
+        if self.num_instances == 0:
+            raise ValueError(f"{path} holds no instances")
+        self.static = _all_equal(self.shards, "static masks", lambda shard: shard.static_masks is not None)
+        self.max_seq_length = self._checked_length(max_seq_length)
+        self.max_predictions, self.mask_probability = max_predictions_per_seq, mask_probability
+        self._check_manifest(split)
+        self.rules = None if self.static else self._masking_rules(whole_word_masking)
+        self._check_static_predictions()
+        self.fingerprint = {"shards": [shard.content_hash for shard in self.shards], "num_instances": self.num_instances}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A worker process that is not forked opens the shards itself: pickling would copy what is memory-mapped.
+        return _reopen, (self.path, self._arguments)
+
+    # ---- what was opened ----
+
+    def _checked_length(self, wanted: int | None) -> int:
+        longest = _all_equal(self.shards, "max_seq_length", lambda shard: shard.max_seq_length)
+        if wanted is not None and wanted < longest:
+            raise ValueError(
+                f"data.max_seq_length is {wanted}, but the shards in {self.path} were built for {longest}:"
+                f" set data.max_seq_length to {longest}, or build shards with --max-seq-length {wanted}"
+            )
+        return wanted or longest
+
+    def _check_manifest(self, split: str) -> None:
+        manifest = read_manifest(self.path) if self.path.is_dir() else None
+        if manifest is None:
+            return
+        for shard, listed in zip(self.shards, manifest["splits"][split], strict=True):
+            if (shard.num_instances, shard.content_hash) != (listed["num_instances"], listed["content_hash"]):
+                raise ValueError(
+                    f"{shard.path} is not the shard that manifest.json lists: run 'python -m data_prep verify {self.path}',"
+                    " then build or copy the data again"
+                )
+
+    def _masking_rules(self, whole_word: bool) -> MaskingRules:
+        vocab_hash = _all_equal(self.shards, "vocabulary", lambda shard: shard.attributes.vocab_hash)
+        file = self.shards[0].path.parent / VOCAB_NAME
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: it belongs beside the shards, whose masks are drawn from it")
+        content = file.read_bytes()
+        if hashlib.sha256(content).hexdigest() != vocab_hash:
+            raise ValueError(f"{file} is not the vocabulary that the shards were built with: build or copy the data again")
+        return MaskingRules.from_vocabulary(
+            content.decode("utf-8").splitlines(),
+            probability=self.mask_probability,
+            max_predictions=self.max_predictions,
+            whole_word=whole_word,
+        )
+
+    def _check_static_predictions(self) -> None:
+        if not self.static:
+            return
+        most = max(int(np.diff(shard.static_masks.offsets).max(initial=0)) for shard in self.shards)  # type: ignore[union-attr]
+        if most > self.max_predictions:
+            raise ValueError(
+                f"data.max_predictions_per_seq is {self.max_predictions}, but rows of {self.path} have up to {most}"
+                f" predictions: set it to {most}"
+            )
+
+    @property
+    def vocab_size(self) -> int | None:
+        return None if self.static else self.shards[0].attributes.vocab_size  # type: ignore[union-attr]
+
+    @property
+    def min_vocab_size(self) -> int:
+        if self.vocab_size is not None:
+            return self.vocab_size
+        arrays = [a for s in self.shards for a in (s.instances.tokens, s.static_masks.labels)]  # type: ignore[union-attr]
+        return 1 + max(int(array.max(initial=0)) for array in arrays)
+
+    # ---- the training order ----
+
+    def instances_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (epoch, instance) of each sample, int64."""
+        epoch = samples // self.num_instances
+        return epoch, permutation(samples % self.num_instances, self.num_instances, self.seed, epoch)
+
+    def _by_shard(self, instance: np.ndarray) -> Iterator[tuple[Shard, np.ndarray, np.ndarray]]:
+        """Group instances by shard: (shard, rows of `instance`, their numbers inside the shard)."""
+        if len(instance) == 0:
+            return
+        owner = np.searchsorted(self._first, instance, side="right") - 1
+        order = np.argsort(owner, kind="stable")
+        shards, starts = np.unique(owner[order], return_index=True)
+        for shard, rows in zip(shards, np.split(order, starts[1:]), strict=True):
+            yield self.shards[shard], rows, instance[rows] - self._first[shard]
+
+    def num_predictions(self, first_sample: int, num_samples: int) -> int:
+        """How many tokens are predicted in a range of samples; from lengths alone, no token is read."""
+        # Every micro-batch of a global batch asks for the same count.
+        if self._last_count is not None and self._last_count[0] == (first_sample, num_samples):
+            return self._last_count[1]
+        _, instance = self.instances_of(np.arange(first_sample, first_sample + num_samples))
+        total = 0
+        for shard, _, local in self._by_shard(instance):
+            offsets = shard.static_masks.offsets if shard.static_masks else shard.instances.offsets
+            lengths = offsets[local + 1] - offsets[local]
+            if shard.static_masks is None:
+                lengths = num_predictions(lengths, self.mask_probability, self.max_predictions)
+            total += int(lengths.sum())
+        self._last_count = ((first_sample, num_samples), total)
+        return total
+
+    def batch(self, first_sample: int, num_samples: int) -> dict[str, Tensor]:
+        """Return samples first_sample ... first_sample + num_samples - 1, masked and padded to S.
+
+        Returns:
+            input_ids, token_type_ids int64 [B, S]; attention_mask bool [B, S]; masked_positions int64 [B, P] (0 where
+            unused); labels int64 [B, P] (-100 there); next_sentence_label int64 [B], 1 = random.
+        """
+        epoch, instance = self.instances_of(np.arange(first_sample, first_sample + num_samples))
+        tokens = np.zeros((num_samples, self.max_seq_length), dtype=np.int64)
+        lengths, segment_b_start, is_random = (np.zeros(num_samples, dtype=np.int64) for _ in range(3))
+        for shard, rows, local in self._by_shard(instance):
+            lengths[rows], segment_b_start[rows], is_random[rows] = _read_rows(shard, local, tokens, rows)
+        if self.rules is None:
+            positions, labels = self._static_masks(instance)
+        else:
+            tokens, positions, labels = mask_instances(tokens, lengths, mix_keys(self.seed, epoch, instance), self.rules)
+        place = np.arange(self.max_seq_length)
+        real = place < lengths[:, None]
+        arrays = {
+            "input_ids": tokens,
+            "token_type_ids": (real & (place >= segment_b_start[:, None])).astype(np.int64),
+            "attention_mask": real,
+            "masked_positions": positions,
+            "labels": labels,
+            "next_sentence_label": is_random,
+        }
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _static_masks(self, instance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.zeros((len(instance), self.max_predictions), dtype=np.int64)
+        labels = np.full((len(instance), self.max_predictions), IGNORED_LABEL, dtype=np.int64)
+        for shard, rows, local in self._by_shard(instance):
+            masks = shard.static_masks
+            assert masks is not None
+            for row, i in zip(rows, local, strict=True):
+                span = slice(int(masks.offsets[i]), int(masks.offsets[i + 1]))
+                positions[row, : span.stop - span.start] = masks.positions[span]
+                labels[row, : span.stop - span.start] = masks.labels[span]
+        return positions, labels
+
+
+def _reopen(path: Path, arguments: dict[str, Any]) -> PretrainingData:
+    return PretrainingData(path, **arguments)
+
+
+def _all_equal(shards: list[Shard], what: str, get: Any) -> Any:
+    first = get(shards[0])
+    for shard in shards[1:]:
+        if get(shard) != first:
+            raise ValueError(
+                f"the shards differ in their {what}: {shards[0].path.name} has {first}, {shard.path.name} has {get(shard)};"
+                " build them together"
+            )
+    return first
+
+
+def _read_rows(
+    shard: Shard, local: np.ndarray, tokens: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Copy instances `local` of a shard into `tokens[rows]`; return lengths, segment_b_start, is_random_next."""
+    instances = shard.instances
+    starts = instances.offsets[local]
+    lengths = instances.offsets[local + 1] - starts
+    place = np.arange(tokens.shape[1])
+    real = place < lengths[:, None]
+    tokens[rows] = np.where(real, instances.tokens[np.where(real, starts[:, None] + place, 0)], 0)
+    return lengths, instances.segment_b_start[local], instances.is_random_next[local]
+
+
+# ---- micro-batches ----
+
+
+def split_batch(global_batch_size: int, world_size: int, rank: int, micro_batch_size: int) -> list[tuple[int, int]]:
+    """Return (start, count) of a rank's micro-batches inside a global batch.
+
+    A rank's share is contiguous; the number of micro-batches is the same on every rank, their sizes differ by at most one.
+    """
+    shares = [r * global_batch_size // world_size for r in range(world_size + 1)]
+    largest = max(b - a for a, b in itertools.pairwise(shares))
+    num_chunks = -(-largest // micro_batch_size)
+    start, count = shares[rank], shares[rank + 1] - shares[rank]
+    cuts = [start + k * count // num_chunks for k in range(num_chunks + 1)]
+    return [(a, b - a) for a, b in itertools.pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class MicroBatches(Dataset):
+    """Item k is the k-th micro-batch of a rank, counted from `first_sample`; a pure function, so any worker may make it."""
+
+    data: PretrainingData
+    first_sample: int
+    global_batch_size: int
+    chunks: list[tuple[int, int]]
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        step, chunk = divmod(k, len(self.chunks))
+        batch_start = self.first_sample + step * self.global_batch_size
+        start, count = self.chunks[chunk]
+        batch: dict[str, Any] = dict(self.data.batch(batch_start + start, count))
+        batch["first_sample"] = batch_start + start
+        batch["num_global_predictions"] = self.data.num_predictions(batch_start, self.global_batch_size)
+        batch["is_last"] = chunk == len(self.chunks) - 1
+        return batch
+
+
+class _Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        k = 0
+        while True:
+            yield k
+            k += 1
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> None:
+    """Refuse worker processes where shared memory is too small for their batches.
+
+    Raises:
+        ValueError: says which Docker flag helps.
+    """
+    if path.is_dir() and (size := shutil.disk_usage(path).total) < _MIN_SHARED_MEMORY_BYTES:
+        raise ValueError(
+            f"{path} has {size / 2**20:.0f} MiB, too little for data-loading workers: start the container with --ipc=host"
+            " (or --shm-size=1g), or set data.num_workers to 0"
+        )
+
+
+def micro_batches(
+    data: PretrainingData,
+    *,
+    first_sample: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader:
+    """Return a rank's endless micro-batches from global sample `first_sample` on.
+
+    Each is the dict of `PretrainingData.batch` plus first_sample (int), num_global_predictions (int: of the whole global
+    batch, over all ranks) and is_last (bool: the last one of its global batch).
+    """
+    if num_workers > 0:
+        check_shared_memory()
+    chunks = split_batch(global_batch_size, world_size, rank, micro_batch_size)
+    return DataLoader(
+        MicroBatches(data, first_sample, global_batch_size, chunks),
+        batch_size=None,
+        sampler=_Endless(),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=4 if num_workers else None,
+    )
