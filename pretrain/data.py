@@ -101,7 +101,7 @@ class PretrainingData:
             "whole_word_masking": whole_word_masking,
             "seed": seed,
         }
-        self._last_count: tuple[tuple[int, int], int] | None = None
+        self._last_totals: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.shards = [open_shard(file) for file in list_shards(path, split)]
         self._first = np.cumsum([0] + [shard.num_instances for shard in self.shards])
         self.num_instances = int(self._first[-1])
@@ -194,21 +194,22 @@ class PretrainingData:
         for shard, rows in zip(shards, np.split(order, starts[1:]), strict=True):
             yield self.shards[shard], rows, instance[rows] - self._first[shard]
 
-    def num_predictions(self, first_sample: int, num_samples: int) -> int:
-        """How many tokens are predicted in a range of samples; from lengths alone, no token is read."""
-        # Every micro-batch of a global batch asks for the same count.
-        if self._last_count is not None and self._last_count[0] == (first_sample, num_samples):
-            return self._last_count[1]
+    def totals(self, first_sample: int, num_samples: int) -> tuple[int, int]:
+        """Return (real tokens, predicted tokens) of a range of samples; from lengths alone, no token is read."""
+        # Every micro-batch of a global batch asks for the same range.
+        if self._last_totals is not None and self._last_totals[0] == (first_sample, num_samples):
+            return self._last_totals[1]
         _, instance = self.instances_of(np.arange(first_sample, first_sample + num_samples))
-        total = 0
+        num_tokens = num_predicted = 0
         for shard, _, local in self._by_shard(instance):
-            offsets = shard.static_masks.offsets if shard.static_masks else shard.instances.offsets
-            lengths = offsets[local + 1] - offsets[local]
-            if shard.static_masks is None:
-                lengths = num_predictions(lengths, self.mask_probability, self.max_predictions)
-            total += int(lengths.sum())
-        self._last_count = ((first_sample, num_samples), total)
-        return total
+            lengths = _spans(shard.instances.offsets, local)
+            num_tokens += int(lengths.sum())
+            if shard.static_masks is not None:
+                num_predicted += int(_spans(shard.static_masks.offsets, local).sum())
+            else:
+                num_predicted += int(num_predictions(lengths, self.mask_probability, self.max_predictions).sum())
+        self._last_totals = ((first_sample, num_samples), (num_tokens, num_predicted))
+        return num_tokens, num_predicted
 
     def batch(self, first_sample: int, num_samples: int) -> dict[str, Tensor]:
         """Return samples first_sample ... first_sample + num_samples - 1, masked and padded to S.
@@ -266,13 +267,16 @@ def _all_equal(shards: list[Shard], what: str, get: Any) -> Any:
     return first
 
 
+def _spans(offsets: np.ndarray, index: np.ndarray) -> np.ndarray:
+    return offsets[index + 1] - offsets[index]
+
+
 def _read_rows(
     shard: Shard, local: np.ndarray, tokens: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Copy instances `local` of a shard into `tokens[rows]`; return lengths, segment_b_start, is_random_next."""
     instances = shard.instances
-    starts = instances.offsets[local]
-    lengths = instances.offsets[local + 1] - starts
+    starts, lengths = instances.offsets[local], _spans(instances.offsets, local)
     place = np.arange(tokens.shape[1])
     real = place < lengths[:, None]
     tokens[rows] = np.where(real, instances.tokens[np.where(real, starts[:, None] + place, 0)], 0)
@@ -310,7 +314,8 @@ class MicroBatches(Dataset):
         start, count = self.chunks[chunk]
         batch: dict[str, Any] = dict(self.data.batch(batch_start + start, count))
         batch["first_sample"] = batch_start + start
-        batch["num_global_predictions"] = self.data.num_predictions(batch_start, self.global_batch_size)
+        totals = self.data.totals(batch_start, self.global_batch_size)
+        batch["num_global_tokens"], batch["num_global_predictions"] = totals
         batch["is_last"] = chunk == len(self.chunks) - 1
         return batch
 
@@ -349,8 +354,8 @@ def micro_batches(
 ) -> DataLoader:
     """Return a rank's endless micro-batches from global sample `first_sample` on.
 
-    Each is the dict of `PretrainingData.batch` plus first_sample (int), num_global_predictions (int: of the whole global
-    batch, over all ranks) and is_last (bool: the last one of its global batch).
+    Each is the dict of `PretrainingData.batch` plus first_sample (int), num_global_tokens and num_global_predictions (int: of
+    the whole global batch, over all ranks) and is_last (bool: the last one of its global batch).
     """
     if num_workers > 0:
         check_shared_memory()

@@ -1,0 +1,53 @@
+"""What run_pretraining.py does: read the configuration, build the trainer, run it, and turn errors into exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from pretrain import distributed
+from pretrain.config import UserError, parse
+
+USER_ERROR, TRAINING_FAILED = 2, 1
+
+
+def _end(code: int, message: str) -> None:
+    """Say why and leave at once: other ranks may be waiting in a collective, and an orderly exit would wait for them."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
+    sys.exit(code)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a pretraining from the command line; exit code 0 done or stopped by a signal, 1 training failed, 2 user's mistake."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    logging.getLogger().setLevel(logging.WARNING)
+    try:
+        config = parse(arguments)
+    except UserError as error:
+        _end(USER_ERROR, str(error))
+    # After the configuration: `--help` and mistakes need not wait for these imports.
+    from pretrain.trainer import Trainer, TrainingFailed
+
+    try:
+        Trainer(config).run()
+        distributed.stop()
+    except TrainingFailed as error:
+        _end(TRAINING_FAILED, str(error))
+    except ValueError as error:
+        # The library's checks of what the user gave; a ValueError from the depths of PyTorch keeps its traceback.
+        if error.__traceback__ is not None and _raised_here(error):
+            _end(USER_ERROR, str(error))
+        raise
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether this project's own code raised the error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    filename = traceback.tb_frame.f_code.co_filename if traceback else ""
+    return filename.startswith(root) and "site-packages" not in filename

@@ -1,0 +1,130 @@
+"""metrics.jsonl is the truth about a run; Weights & Biases mirrors it and can never stop or slow training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+METRICS_NAME = "metrics.jsonl"
+_WANDB_ID_NAME = "wandb_id.txt"
+# How long the end of training waits for lines that Weights & Biases has not taken yet.
+_FINISH_SECONDS = 30.0
+_QUEUE_LINES = 10_000
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file; a last line that a crash cut short is left out.
+
+    Raises:
+        ValueError: any other line is not JSON; it is named.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or "step" not in row:
+                raise ValueError("no step")
+        except ValueError:
+            if number == len(lines):
+                log.warning("%s: the last line is cut short and left out", path)
+                break
+            raise ValueError(f"{path}: line {number} is not a line of metrics: {line[:80]!r}") from None
+        rows.append(row)
+    return rows
+
+
+class MetricsFile:
+    """Appends one JSON line per logged step."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / METRICS_NAME
+
+    def keep_until(self, step: int) -> None:
+        """Drop lines after `step`: training resumes there and will write them again."""
+        if not self.path.exists():
+            return
+        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        unfinished.replace(self.path)
+
+    def append(self, row: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class WandbMirror:
+    """Sends lines to Weights & Biases from a thread of its own; whatever fails there is one warning.
+
+    Args:
+        run: the run directory; keeps the id under which a resumed run continues.
+        mode: disabled, offline or online.
+        settings: project, entity, group, name, tags.
+        config: the run's configuration.
+        resumed_from: step that a resumed run continues from; lines up to it are there already.
+    """
+
+    def __init__(self, run: Path, *, mode: str, settings: dict[str, Any], config: dict[str, Any], resumed_from: int = 0) -> None:
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_QUEUE_LINES)
+        self._thread: threading.Thread | None = None
+        if mode == "disabled":
+            return
+        settings = {**settings, "name": settings.get("name") or run.name}
+        arguments = {**settings, "dir": str(run), "mode": mode, "config": config, "id": _wandb_id(run), "resume": "allow"}
+        self._resumed_from = resumed_from
+        self._thread = threading.Thread(target=self._work, args=(arguments,), name="wandb", daemon=True)
+        self._thread.start()
+
+    def _work(self, arguments: dict[str, Any]) -> None:
+        try:
+            # The run's own signal handling stays as it is.
+            os.environ.setdefault("WANDB_SILENT", "true")
+            import wandb
+
+            run = wandb.init(**arguments)
+            for axis in ("step", "samples", "tokens"):
+                run.define_metric(axis)
+            run.define_metric("*", step_metric="step")
+            while (row := self._lines.get()) is not None:
+                run.log(row)
+            run.finish()
+        except BaseException as error:
+            log.warning("wandb failed, and training goes on without it (metrics.jsonl is complete): %s", error)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Hand a line over; never waits."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        try:
+            self._lines.put_nowait(row)
+        except queue.Full:
+            log.warning("wandb takes no lines; left out: step %s (metrics.jsonl is complete)", row.get("step"))
+
+    def finish(self) -> None:
+        """Wait a bounded time for the lines still on their way."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        try:
+            self._lines.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(_FINISH_SECONDS)
+        if self._thread.is_alive():
+            log.warning("wandb did not finish within %.0f s; metrics.jsonl is complete", _FINISH_SECONDS)
+
+
+def _wandb_id(run: Path) -> str:
+    """The id of the run at Weights & Biases: made once, kept in the run directory."""
+    path = run / _WANDB_ID_NAME
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,225 @@
+"""What happens once, before the first step: checks of data against model, what to resume, and the start-up summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import torch
+
+import tempo
+from models.config import BertConfig
+from pretrain import checkpoint
+from pretrain.config import Config, UserError, to_dict
+from pretrain.data import PretrainingData
+from pretrain.metrics import METRICS_NAME
+
+if TYPE_CHECKING:
+    from pretrain.trainer import Trainer
+
+ENVIRONMENT_NAME = "environment.json"
+# Keys that must not change between the parts of one training: each would silently bend the curve.
+_FIXED_KEYS = (
+    "train.seed",
+    "train.global_batch_size",
+    "data.max_seq_length",
+    "data.max_predictions_per_seq",
+    "data.mask_probability",
+    "data.whole_word_masking",
+    "optimizer.name",
+)
+
+
+def prepare_process(config: Config) -> None:
+    """Threads, determinism and matrix precision of this process."""
+    if config.train.num_threads > 0:
+        torch.set_num_threads(config.train.num_threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    # fp32 means fp32: TensorFloat-32 stays off unless the precision is 16-bit, where it does not matter.
+    torch.set_float32_matmul_precision("highest")
+    if config.tempo.kernels == "required":
+        device = "cuda" if config.train.device != "cpu" and torch.cuda.is_available() else "cpu"
+        tempo.kernels.require(device)
+
+
+def open_data(config: Config) -> tuple[PretrainingData, PretrainingData | None]:
+    """Open the training data, and the held-out data where evaluation is wanted."""
+    data = config.data
+    settings: dict[str, Any] = {
+        "max_seq_length": data.max_seq_length,
+        "max_predictions_per_seq": data.max_predictions_per_seq,
+        "mask_probability": data.mask_probability,
+        "whole_word_masking": data.whole_word_masking,
+        "seed": config.train.seed,
+    }
+    train_data = PretrainingData(data.path, **settings)
+    if config.train.eval_every == 0:
+        return train_data, None
+    if data.eval_path is not None:
+        return train_data, PretrainingData(data.eval_path, **settings)
+    try:
+        return train_data, PretrainingData(data.path, split="eval", **settings)
+    except ValueError as error:
+        raise UserError(f"train.eval_every is {config.train.eval_every}, but {error}; or set train.eval_every to 0") from error
+
+
+def model_config(config: Config, data: PretrainingData) -> BertConfig:
+    """Return the model's configuration; its vocabulary and length are checked against the data."""
+    wanted, known = config.model.vocab_size, data.vocab_size
+    if known is not None and wanted is not None and wanted != known:
+        raise UserError(
+            f"model.vocab_size is {wanted}, but the data in {data.path} was made with a vocabulary of {known}:"
+            " leave model.vocab_size at null"
+        )
+    vocab_size = known or wanted or 30522
+    if vocab_size < data.min_vocab_size:
+        raise UserError(
+            f"the data in {data.path} holds token id {data.min_vocab_size - 1}, but the model's vocabulary has {vocab_size}"
+            f" entries: set model.vocab_size to {data.min_vocab_size} or more"
+        )
+    if data.max_seq_length > config.model.max_position_embeddings:
+        raise UserError(
+            f"the rows of {data.path} are {data.max_seq_length} long, but model.max_position_embeddings is"
+            f" {config.model.max_position_embeddings}"
+        )
+    return config.model.bert_config(vocab_size, config.train.activation_checkpointing)
+
+
+# ---- resuming ----
+
+
+def find_checkpoint(config: Config) -> Path | None:
+    """Return the checkpoint to resume from, as `train.resume` says; None starts anew."""
+    run, resume = Path(config.train.output_dir), config.train.resume
+    if run.exists() and not run.is_dir():
+        raise UserError(f"train.output_dir {run} is a file; choose a directory")
+    if resume == "auto":
+        return checkpoint.find_latest_valid(run)
+    if resume != "never":
+        return checkpoint.resolve(resume)
+    if (run / METRICS_NAME).exists() or checkpoint.list_checkpoints(run):
+        raise UserError(
+            f"{run} holds a run already, and train.resume is 'never': choose another train.output_dir, delete {run}, or use"
+            " --train.resume auto to go on"
+        )
+    return None
+
+
+def _get(config: dict[str, Any], key: str) -> Any:
+    section, name = key.split(".")
+    return config.get(section, {}).get(name)
+
+
+def check_resumable(config: Config, data: PretrainingData, saved: dict[str, Any], path: Path) -> None:
+    """Refuse to go on with another seed, batch or data: the curve would bend and nobody would know why."""
+    now = to_dict(config)
+    for key in _FIXED_KEYS:
+        before, after = _get(saved["config"], key), _get(now, key)
+        if before != after:
+            raise UserError(
+                f"{path} was trained with {key} = {before}, and now it is {after}: set it back, or start a new run with"
+                f" --train.init_from {path} and another --train.output_dir"
+            )
+    if saved["data"] != data.fingerprint:
+        raise UserError(
+            f"{path} was trained on other data than {data.path} holds (content hashes differ): set data.path back, or start a"
+            f" new run with --train.init_from {path} and another --train.output_dir"
+        )
+
+
+# ---- what is going to run ----
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory used so far: of the allocator on a GPU, of the process (resident) on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _saved_bytes_per_token(trainer: Trainer) -> float:
+    """Bytes that the forward pass of one small micro-batch keeps, per place in the padded rows."""
+    count = min(trainer.config.train.micro_batch_size, 4)
+    batch = trainer._to_device({**trainer.data.batch(0, count), "first_sample": 0})
+    trainer.model.train()
+    rng = tempo.make_rng(0, 0, trainer.device)
+    saved = tempo.saved_bytes(
+        trainer.model,
+        batch["input_ids"],
+        batch["token_type_ids"],
+        batch["attention_mask"],
+        batch["labels"],
+        batch["next_sentence_label"],
+        masked_positions=batch["masked_positions"],
+        rng=rng,
+    )
+    return saved.total_bytes / batch["input_ids"].numel()
+
+
+def _environment(trainer: Trainer) -> dict[str, Any]:
+    config, device = trainer.config, trainer.device
+    tokens_per_step = config.train.global_batch_size * trainer.data.max_seq_length
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "h5py": h5py.__version__,
+        "tempo": tempo.__version__,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "world_size": trainer.ranks.world_size,
+        "kernels": tempo.kernels.summary(device.type),
+        "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "tokens_per_step": tokens_per_step,
+        "saved_bytes_per_token": _saved_bytes_per_token(trainer),
+    }
+
+
+def _describe_kernels(trainer: Trainer) -> str:
+    config = trainer.model.config
+    used = []
+    if config.uses_inplace_gelu:
+        used += ["gelu_forward_", "gelu_backward"]
+    if config.uses_inplace_layer_norm:
+        used += ["layer_norm_forward", "layer_norm_backward"]
+    if config.uses_dropout_recomputation:
+        used += ["dropout", "softmax_dropout_forward", "softmax_dropout_backward"]
+    kernels = tempo.kernels.summary(trainer.device.type)
+    groups = {"compiled": [], "reference": []}  # type: dict[str, list[str]]
+    for op in used:
+        groups[kernels[op]].append(op)
+    names = {"compiled": "compiled", "reference": "PyTorch reference"}
+    return "; ".join(f"{names[how]}: {', '.join(ops)}" for how, ops in groups.items() if ops) or "PyTorch's own"
+
+
+def describe_run(trainer: Trainer) -> str:
+    """Write environment.json and return the start-up summary."""
+    environment = _environment(trainer)
+    text = json.dumps(environment, indent=2) + "\n"
+    (trainer.run_dir / ENVIRONMENT_NAME).write_text(text, encoding="utf-8")
+    train, bert, data = trainer.config.train, trainer.model.config, trainer.data
+    epochs = train.max_steps * train.global_batch_size / data.num_instances
+    lines = {
+        "run": trainer.run_dir,
+        "model": f"{environment['num_parameters']:,} parameters: {bert.num_layers} layers, hidden {bert.hidden_size},"
+        f" {bert.num_heads} heads, vocabulary {bert.vocab_size:,}",
+        "layers": f"{bert.layers} ({_describe_kernels(trainer)})",
+        "kept for backward": f"{environment['saved_bytes_per_token']:,.0f} bytes per token",
+        "data": f"{data.num_instances:,} sequences of up to {data.max_seq_length} tokens in {len(data.shards)} shard(s);"
+        f" {epochs:.1f} epochs in {train.max_steps:,} steps",
+        "batch": f"{train.global_batch_size:,} sequences ({environment['tokens_per_step']:,} tokens, padding included) per step,"
+        f" {train.micro_batch_size} at a time on {trainer.ranks.world_size} rank(s)",
+        "optimizer": f"{trainer.config.optimizer.name}, {trainer.config.schedule.name} schedule, {train.precision}",
+        "device": f"{environment['device']}, PyTorch {environment['torch']}",
+    }
+    return "\n".join(f"{name:>18}  {value}" for name, value in lines.items())

@@ -1,0 +1,401 @@
+"""The training loop, top-down: `Trainer.run` -> `_train_step` -> `models.bert.BertForPreTraining`.
+
+Everything random is a function of (seed, sample): the order, the masks, the dropout. So a checkpoint holds no generator
+state, and neither the micro-batch size nor the number of ranks changes the curve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+import tempo
+from data_prep.masking import mix_keys
+from models.bert import BertForPreTraining, BertOutput
+from pretrain import checkpoint, distributed, startup
+from pretrain.config import Config, UserError, to_dict
+from pretrain.data import micro_batches, split_batch
+from pretrain.metrics import MetricsFile, WandbMirror
+from pretrain.optimizer import Lamb, build_optimizer, global_grad_norm
+from pretrain.plotting import plot_run
+from pretrain.progress import progress_bar
+from pretrain.schedule import learning_rate
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Below this loss scale, float16 gradients of BERT carry nothing: the run is broken, not the scale.
+MIN_LOSS_SCALE = 2.0**-14
+
+
+class TrainingFailed(RuntimeError):
+    """Training cannot go on; the message says why and which checkpoint is good."""
+
+
+@dataclass
+class Progress:
+    """Where training stands; the part of a checkpoint that is not tensors.
+
+    Attributes:
+        step: optimizer steps done; a skipped step does not count, and does not move the learning rate.
+        samples: sequences consumed, those of skipped steps included.
+        tokens: real tokens consumed.
+        skipped_steps: global batches whose gradient was not finite.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass
+class Sums:
+    """Sums over the micro-batches of one rank, kept on the device until a line is logged."""
+
+    device: torch.device
+    values: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        # mlm loss, nsp loss, mlm hits, nsp hits, predicted tokens, sequences
+        self.values = torch.zeros(6, dtype=torch.float64, device=self.device)
+
+    def add(self, output: BertOutput, num_sequences: int) -> None:
+        parts = (output.mlm_loss_sum, output.nsp_loss_sum, output.num_mlm_correct, output.num_nsp_correct, output.num_masked)
+        self.values[:5] += torch.stack([part.detach().double() for part in parts])  # type: ignore[union-attr]
+        self.values[5] += num_sequences
+
+    def means(self, ranks: distributed.Ranks) -> dict[str, float]:
+        """Sum over the ranks and divide; waits for the device, so only where a line is logged."""
+        mlm, nsp, mlm_hits, nsp_hits, predicted, sequences = ranks.sum_(self.values.clone()).tolist()
+        predicted, sequences = max(predicted, 1.0), max(sequences, 1.0)
+        return {
+            "loss": mlm / predicted + nsp / sequences,
+            "mlm_loss": mlm / predicted,
+            "nsp_loss": nsp / sequences,
+            "mlm_accuracy": mlm_hits / predicted,
+            "nsp_accuracy": nsp_hits / sequences,
+        }
+
+
+class Trainer:
+    """One training run, from its configuration.
+
+    Args:
+        config: checked by `pretrain.config.parse`.
+
+    Raises:
+        UserError: data, checkpoint and configuration do not fit each other.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.run_dir = config, Path(config.train.output_dir)
+        startup.prepare_process(config)
+        self.ranks = distributed.start(config.train.device)
+        self.device = self.ranks.device
+        self.data, self.eval_data = startup.open_data(config)
+        bert_config = startup.model_config(config, self.data)
+        torch.manual_seed(config.train.seed)
+        self.model = BertForPreTraining(bert_config, PRECISIONS[config.train.precision]).to(self.device)
+        self.optimizer = build_optimizer(self.model, **asdict(config.optimizer))
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=config.train.initial_loss_scale, enabled=config.train.precision == "fp16"
+        )
+        self.progress = Progress()
+        self.last_checkpoint = self._load_weights()
+        self.ranked_model = self.ranks.wrap(self.model)
+        self.consecutive_skips = 0
+        self.stop_signal: int | None = None
+
+    # ---- the loop ----
+
+    def run(self) -> None:
+        """Train to the last step, or until a signal; the run directory is complete either way."""
+        train, progress = self.config.train, self.progress
+        last_step = min(train.max_steps, train.stop_after_steps or train.max_steps)
+        if progress.step >= last_step:
+            self._say(f"{self.run_dir} is complete at step {progress.step}; nothing to do")
+            return
+        self._open_outputs()
+        with self._catching_signals(), progress_bar("pretraining", progress.step, last_step, self.ranks.is_main) as bar:
+            batches = iter(self._micro_batches())
+            clock = _Clock()
+            while progress.step < last_step and not self.ranks.any(self.stop_signal is not None):
+                step_before = progress.step
+                sums, grad_norm = self._train_step(batches)
+                clock.add(train.global_batch_size)
+                if progress.step == step_before:
+                    continue
+                bar.update()
+                evaluates = self._due(train.eval_every, last_step) and self.eval_data is not None
+                if self._due(train.log_every, last_step) or evaluates:
+                    self._log(sums, grad_norm, clock.read(), evaluates, bar)
+                if self._due(train.checkpoint_every, last_step):
+                    self._save()
+                if evaluates or self._due(train.checkpoint_every, last_step):
+                    clock.restart()
+        self._finish()
+
+    def _due(self, every: int, last_step: int) -> bool:
+        step = self.progress.step
+        return every > 0 and (step % every == 0 or step == last_step)
+
+    def _train_step(self, batches: Any) -> tuple[Sums, float]:
+        """One global batch: forward and backward over its micro-batches, then one optimizer step or none."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = Sums(self.device)
+        batch: dict[str, Any] = {"is_last": False}
+        while not batch["is_last"]:
+            batch = self._to_device(next(batches))
+            with self._reducing_gradients(batch["is_last"]):
+                output = self._forward(batch)
+                # Means over the global batch, so that no split of it changes the gradient; DDP divides by the ranks again.
+                loss = output.mlm_loss_sum / max(batch["num_global_predictions"], 1)  # type: ignore[operator]
+                loss = loss + output.nsp_loss_sum / self.config.train.global_batch_size  # type: ignore[operator]
+                self.scaler.scale(loss * self.ranks.world_size).backward()
+            sums.add(output, len(batch["input_ids"]))
+        grad_norm = self._optimizer_step()
+        self.progress.samples += self.config.train.global_batch_size
+        self.progress.tokens += batch["num_global_tokens"]
+        return sums, grad_norm
+
+    def _forward(self, batch: dict[str, Any]) -> BertOutput:
+        if not self.model.config.uses_philox:
+            # PyTorch's generator is seeded for every micro-batch: no state to keep, and a resumed run draws the same masks.
+            torch.manual_seed(int(mix_keys(self.config.train.seed, batch["first_sample"])[0]) >> 1)
+        return self.ranked_model(
+            batch["input_ids"],
+            batch["token_type_ids"],
+            batch["attention_mask"],
+            batch["labels"],
+            batch["next_sentence_label"],
+            masked_positions=batch["masked_positions"],
+            rng=tempo.make_rng(self.config.train.seed, batch["first_sample"], self.device),
+        )
+
+    def _optimizer_step(self) -> float:
+        """Clip and step; where the gradient is not finite, touch nothing at all but the loss scale."""
+        train = self.config.train
+        self.scaler.unscale_(self.optimizer)
+        norm = global_grad_norm(self.model.parameters())
+        # The one wait for the device per step: whether to step is the host's decision, and the learning rate follows it.
+        norm_value = norm.item()
+        if math.isfinite(norm_value):
+            self.progress.step += 1
+            self.consecutive_skips = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._learning_rate()
+            if isinstance(self.optimizer, Lamb):
+                self.optimizer.step(grad_norm=norm)
+            else:
+                if self.config.optimizer.max_grad_norm > 0:
+                    clip_grads_with_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm, norm)
+                self.optimizer.step()
+        else:
+            self.progress.skipped_steps += 1
+            self.consecutive_skips += 1
+        self.scaler.update()
+        if self.consecutive_skips >= train.max_consecutive_skips or self.scaler.get_scale() < MIN_LOSS_SCALE:
+            raise TrainingFailed(
+                f"the gradient was not finite {self.consecutive_skips} times in a row after step {self.progress.step}"
+                f" (loss scale {self.scaler.get_scale():g}); no weight was touched. Lower optimizer.learning_rate or use bf16;"
+                f" last good checkpoint: {self.last_checkpoint or 'none yet'}"
+            )
+        return norm_value
+
+    def _learning_rate(self) -> float:
+        schedule, train = self.config.schedule, self.config.train
+        return learning_rate(
+            self.progress.step,
+            name=schedule.name,
+            base=self.config.optimizer.learning_rate,
+            warmup_proportion=schedule.warmup_proportion,
+            total_steps=train.max_steps,
+        )
+
+    def _reducing_gradients(self, is_last: bool) -> contextlib.AbstractContextManager:
+        """Gradients cross the ranks once per step: with the last micro-batch."""
+        if self.ranks.world_size == 1 or is_last:
+            return contextlib.nullcontext()
+        return self.ranked_model.no_sync()  # type: ignore[operator]
+
+    def _micro_batches(self) -> Any:
+        train = self.config.train
+        return micro_batches(
+            self.data,
+            first_sample=self.progress.samples,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+    # ---- evaluation and logging ----
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out losses: the same sequences with the same masks each time, shared out over the ranks."""
+        assert self.eval_data is not None
+        self.model.eval()
+        sums = Sums(self.device)
+        num_samples = min(self.config.train.eval_samples, self.eval_data.num_instances)
+        chunks = split_batch(num_samples, self.ranks.world_size, self.ranks.rank, self.config.train.micro_batch_size)
+        for start, count in chunks:
+            batch = self._to_device({**self.eval_data.batch(start, count), "first_sample": start})
+            sums.add(self._forward(batch), count)
+        return {f"eval_{name}": value for name, value in sums.means(self.ranks).items()}
+
+    def _log(self, sums: Sums, grad_norm: float, rates: tuple[float, float], evaluates: bool, bar: Any) -> None:
+        means = sums.means(self.ranks)
+        if evaluates:
+            means.update(self._evaluate())
+        if not self.ranks.is_main:
+            return
+        sequences_per_second, seconds_per_step = rates
+        progress = self.progress
+        row: dict[str, Any] = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "epoch": progress.samples / self.data.num_instances,
+            **means,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": grad_norm,
+            "sequences_per_second": sequences_per_second,
+            "tokens_per_second": progress.tokens / max(progress.samples, 1) * sequences_per_second,
+            "seconds_per_step": seconds_per_step,
+            "peak_memory_bytes": startup.peak_memory_bytes(self.device),
+            "skipped_steps": progress.skipped_steps,
+        }
+        if self.scaler.is_enabled():
+            row["loss_scale"] = self.scaler.get_scale()
+        self.metrics.append(row)
+        self.wandb.log(row)
+        bar.set_postfix(loss=f"{means['loss']:.3f}", seq_per_s=f"{sequences_per_second:.0f}")
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_main:
+            print(text, flush=True)
+
+    # ---- outputs, checkpoints, signals ----
+
+    def _open_outputs(self) -> None:
+        if not self.ranks.is_main:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.metrics = MetricsFile(self.run_dir)
+        self.metrics.keep_until(self.progress.step)
+        resolved = to_dict(self.config)
+        (self.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
+        settings = {k: v for k, v in asdict(self.config.wandb).items() if k != "mode"}
+        self.wandb = WandbMirror(self.run_dir, mode=self.config.wandb.mode, settings=settings, config=resolved)
+        self._say(startup.describe_run(self))
+
+    def _load_weights(self) -> Path | None:
+        """Resume, or start from another run's weights, or from the seed; rank 0 decides for all."""
+        train = self.config.train
+        found = self.ranks.from_main(startup.find_checkpoint(self.config) if self.ranks.is_main else None)
+        if found is not None:
+            saved = checkpoint.load_progress(found)
+            startup.check_resumable(self.config, self.data, saved, found)
+            checkpoint.load_model(found, self.model)
+            state = checkpoint.load_optimizer(found)
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scaler.is_enabled() and state["scaler"]:
+                self.scaler.load_state_dict(state["scaler"])
+            self.progress = Progress(**saved["progress"])
+            self._say(f"resuming from {found} (step {self.progress.step})")
+        elif train.init_from is not None:
+            source = checkpoint.resolve(train.init_from)
+            checkpoint.load_model(source, self.model)
+            self._say(f"starting from the weights of {source}")
+        return found
+
+    def _save(self) -> None:
+        if self.ranks.is_main:
+            self.last_checkpoint = checkpoint.save(
+                self.run_dir,
+                self.progress.step,
+                model=self.model.state_dict(),
+                optimizer={"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()},
+                progress={
+                    "progress": asdict(self.progress),
+                    "data": self.data.fingerprint,
+                    "config": to_dict(self.config),
+                },
+            )
+            checkpoint.prune(self.run_dir, self.config.train.keep_checkpoints)
+            plot_run(self.run_dir)
+
+    def _finish(self) -> None:
+        saved_step = -1 if self.last_checkpoint is None else checkpoint.step_of(self.last_checkpoint)
+        if saved_step != self.progress.step and self.progress.step > 0:
+            self._save()
+        if not self.ranks.is_main:
+            return
+        self.wandb.finish()
+        if self.stop_signal is not None:
+            name = signal.Signals(self.stop_signal).name
+            self._say(f"{name}: saved step {self.progress.step}; the same command goes on from there")
+        else:
+            self._say(f"done: step {self.progress.step}; curve in {self.run_dir / 'loss_curve.png'}")
+
+    @contextlib.contextmanager
+    def _catching_signals(self) -> Any:
+        """SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C: finish the step, save, exit 0. A second Ctrl-C ends at once."""
+
+        def stop(number: int, frame: Any) -> None:
+            if number == signal.SIGINT and self.stop_signal is not None:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+            print(f"{signal.Signals(number).name}: finishing the step", file=sys.stderr, flush=True)
+
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        before = {number: signal.signal(number, stop) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Clock:
+    """Throughput since the last reading, evaluation and checkpoints left out."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._start, self._samples, self._steps = time.perf_counter(), 0, 0
+
+    def add(self, samples: int) -> None:
+        self._samples += samples
+        self._steps += 1
+
+    def read(self) -> tuple[float, float]:
+        """Return (sequences per second, seconds per step) and start again."""
+        elapsed = max(time.perf_counter() - self._start, 1e-9)
+        rates = self._samples / elapsed, elapsed / max(self._steps, 1)
+        self.restart()
+        return rates
+
+
+__all__ = ["Progress", "Trainer", "TrainingFailed", "UserError"]
