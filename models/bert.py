@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tempo
 from models.config import BertConfig
+from models.inputs import check_inputs
 from models.layers import BertSelfAttention, Dropout, Gelu, layer_norm
 
 IGNORED_LABEL = -100
@@ -132,8 +133,8 @@ class BertPredictionHeadTransform(nn.Module):
         self.gelu = Gelu(config)
         self.LayerNorm = layer_norm(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.LayerNorm(self.gelu(self.dense(x)))
+    def forward(self, x_MH: Tensor) -> Tensor:
+        return self.LayerNorm(self.gelu(self.dense(x_MH)))
 
 
 class BertLMPredictionHead(nn.Module):
@@ -144,8 +145,8 @@ class BertLMPredictionHead(nn.Module):
         self.transform = BertPredictionHeadTransform(config)
         self.bias = nn.Parameter(torch.zeros(config.padded_vocab_size))
 
-    def forward(self, x: Tensor, word_embeddings: Tensor) -> Tensor:
-        return tempo.linear(self.transform(x), word_embeddings, self.bias)
+    def forward(self, x_MH: Tensor, word_embeddings_VH: Tensor) -> Tensor:
+        return tempo.linear(self.transform(x_MH), word_embeddings_VH, self.bias)
 
 
 class BertPreTrainingHeads(nn.Module):
@@ -231,7 +232,8 @@ class BertForPreTraining(nn.Module):
         Raises:
             ValueError: shapes that do not fit each other or the model.
         """
-        self._check(input_ids, labels, masked_positions)
+        limit = self.config.max_position_embeddings
+        check_inputs(limit, input_ids, token_type_ids, attention_mask, labels, next_sentence_label, masked_positions)
         dtype = self.compute_dtype or self.bert.embeddings.word_embeddings.weight.dtype
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
@@ -249,18 +251,21 @@ class BertForPreTraining(nn.Module):
         masked_positions: Tensor | None,
         next_sentence_label: Tensor | None,
     ) -> BertOutput:
+        # One row a position: GELU and the next lines write into a matrix product's result, which must not be a view.
+        x_MH = x_BSH.flatten(0, 1)
         if labels is not None:
-            x, labels = _gather_predicted(x_BSH, labels, masked_positions)
-        else:
-            x = x_BSH
-        logits = self.cls.predictions(x, self.bert.embeddings.word_embeddings.weight)
+            x_MH, labels = _gather_predicted(x_BSH, labels, masked_positions)
+        logits_MV = self.cls.predictions(x_MH, self.bert.embeddings.word_embeddings.weight)
         vocab_size = self.config.vocab_size
-        if vocab_size < logits.shape[-1]:
+        if vocab_size < logits_MV.shape[-1]:
             # Padding rows of the vocabulary take no part: not in the softmax, and their gradient is zero.
-            logits[..., vocab_size:] = torch.finfo(logits.dtype).min
-        output = BertOutput(logits[..., :vocab_size], self.cls.seq_relationship(pooled_BH))
+            logits_MV[:, vocab_size:] = torch.finfo(logits_MV.dtype).min
+        prediction_logits = logits_MV[:, :vocab_size]
+        if labels is None:
+            prediction_logits = prediction_logits.view(*x_BSH.shape[:2], vocab_size)
+        output = BertOutput(prediction_logits, self.cls.seq_relationship(pooled_BH))
         if labels is not None:
-            output.mlm_loss_sum, output.num_masked, output.num_mlm_correct = _cross_entropy(logits, labels)
+            output.mlm_loss_sum, output.num_masked, output.num_mlm_correct = _cross_entropy(logits_MV, labels)
             output.mlm_loss = output.loss = output.mlm_loss_sum / output.num_masked.clamp(min=1)
         if next_sentence_label is not None:
             output.nsp_loss_sum, count, output.num_nsp_correct = _cross_entropy(
@@ -277,22 +282,13 @@ class BertForPreTraining(nn.Module):
             return torch.zeros(2, dtype=torch.int64, device=input_ids.device)
         return self.sample_counter.next(input_ids.shape[0], input_ids.device)
 
-    def _check(self, input_ids: Tensor, labels: Tensor | None, masked_positions: Tensor | None) -> None:
-        length, limit = input_ids.shape[1], self.config.max_position_embeddings
-        if length > limit:
-            raise ValueError(f"the sequence has {length} tokens, but model.max_position_embeddings is {limit}")
-        expected = input_ids.shape if masked_positions is None else masked_positions.shape
-        if labels is not None and labels.shape != expected:
-            other = "input_ids" if masked_positions is None else "masked_positions"
-            raise ValueError(f"labels are {list(labels.shape)}, but {other} are {list(expected)}; they must be the same")
-
 
 def _gather_predicted(x_BSH: Tensor, labels: Tensor, masked_positions: Tensor | None) -> tuple[Tensor, Tensor]:
     """Pick the hidden states to decode: [M, H] and their labels [M]."""
     hidden = x_BSH.shape[-1]
     if masked_positions is None:
-        chosen = labels.view(-1) != IGNORED_LABEL
-        return x_BSH.reshape(-1, hidden)[chosen], labels.view(-1)[chosen]
+        chosen = labels.reshape(-1) != IGNORED_LABEL
+        return x_BSH.reshape(-1, hidden)[chosen], labels.reshape(-1)[chosen]
     index = masked_positions[:, :, None].expand(-1, -1, hidden)
     return x_BSH.gather(1, index).view(-1, hidden), labels.reshape(-1)
 

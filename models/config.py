@@ -20,6 +20,15 @@ _HEAD_WIDTH = 64
 # Rows of the word embedding are padded to a multiple of this: 16-bit matrix units want it.
 _VOCABULARY_MULTIPLE = 8
 
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+)
 _CHOICES = {
     "gelu": ("erf", "tanh"),
     "layers": ("torch", "tempo"),
@@ -82,9 +91,12 @@ class BertConfig:
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"model.{name} must be at least 0, got {getattr(self, name)}")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"model.hidden_size ({self.hidden_size}) must be a multiple of model.num_heads ({self.num_heads})")
         for name in ("hidden_dropout", "attention_dropout"):

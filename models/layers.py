@@ -42,7 +42,8 @@ class Gelu(nn.Module):
 
 def _masked_by_philox(x: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
     """Dropout that keeps its mask, as PyTorch's does, but draws the bits that Tempo's layers draw."""
-    keep = tempo.keep_mask(x.shape, p, rng, site)
+    # Through the op, which a compiled kernel may serve and torch.compile need not look into.
+    keep = torch.ops.tempo.dropout(torch.ones_like(x), p, rng, site) != 0
     return torch.where(keep, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
