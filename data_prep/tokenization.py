@@ -1,0 +1,156 @@
+"""WordPiece through `tokenizers`: vocabularies given or trained, and a fast exact encoder."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.shards import token_dtype
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# BERT's cleaning deletes these control characters, so that their neighbours join; str.split would cut there.
+_DELETED = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
+# Distinct white-space-separated chunks whose ids are remembered; about 200 bytes each.
+_MAX_CACHED_CHUNKS = 1_000_000
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """How text becomes tokens; travels with the shards.
+
+    Attributes:
+        lowercase: uncased model: letters lower-cased, accents stripped.
+        word_pieces_prefix: marks the continuation of a word.
+        max_characters_per_word: longer words become [UNK].
+    """
+
+    lowercase: bool = True
+    word_pieces_prefix: str = "##"
+    max_characters_per_word: int = 100
+
+
+def check_vocabulary(words: list[str], path: Path | str) -> None:
+    """Raise ValueError where a vocabulary cannot serve BERT."""
+    missing = [token for token in SPECIAL_TOKENS if token not in words]
+    if missing:
+        raise ValueError(f"the vocabulary {path} lacks {', '.join(missing)}: BERT needs {', '.join(SPECIAL_TOKENS)}, one a line")
+    if words[0] != "[PAD]":
+        raise ValueError(f"the vocabulary {path} must begin with [PAD] (padding is token 0), but begins with {words[0]!r}")
+    if len(set(words)) < len(words):
+        seen: set[str] = set()
+        twice = next(word for word in words if word in seen or seen.add(word))  # type: ignore[func-returns-value]
+        raise ValueError(f"the vocabulary {path} lists {twice!r} twice")
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """Return the words of a vocab.txt, one a line, in id order.
+
+    Raises:
+        ValueError: unreadable, not UTF-8, or without BERT's special tokens.
+    """
+    try:
+        words = path.read_bytes().decode("utf-8").split("\n")
+    except OSError as error:
+        raise ValueError(f"cannot read the vocabulary {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the vocabulary {path} is not UTF-8 ({error})") from error
+    words = [word.rstrip("\r") for word in words]
+    while words and not words[-1]:
+        words.pop()
+    check_vocabulary(words, path)
+    return words
+
+
+def vocabulary_bytes(words: list[str]) -> bytes:
+    """The content of vocab.txt."""
+    return ("\n".join(words) + "\n").encode("utf-8")
+
+
+def vocabulary_hash(words: list[str]) -> str:
+    return hashlib.sha256(vocabulary_bytes(words)).hexdigest()
+
+
+def _new_tokenizer(model: Any, settings: TokenizerSettings) -> Any:
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=settings.lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def train_vocabulary(texts: Iterable[str], size: int, settings: TokenizerSettings) -> list[str]:
+    """Train a WordPiece vocabulary; the same texts in the same order give the same words.
+
+    Args:
+        texts: any pieces of text.
+        size: entries wanted; a small corpus gives fewer.
+    """
+    from tokenizers import models, trainers
+
+    tokenizer = _new_tokenizer(models.WordPiece(unk_token="[UNK]"), settings)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIAL_TOKENS),
+        continuing_subword_prefix=settings.word_pieces_prefix,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    # Reserved words keep the size a round number where the corpus is too small for more pieces.
+    return sorted(ids, key=ids.__getitem__)
+
+
+class Encoder:
+    """Encodes text exactly as the tokenizer does, remembering the ids of white-space-separated chunks.
+
+    BERT's pre-tokenizer never joins across white space, so a text's ids are its chunks' ids, end to end.
+    """
+
+    def __init__(self, words: list[str], settings: TokenizerSettings) -> None:
+        from tokenizers import models
+
+        # No special token is registered: "[MASK]" in a text is a bracket, a word and a bracket.
+        self._tokenizer = _new_tokenizer(
+            models.WordPiece(
+                {word: i for i, word in enumerate(words)},
+                unk_token="[UNK]",
+                continuing_subword_prefix=settings.word_pieces_prefix,
+                max_input_chars_per_word=settings.max_characters_per_word,
+            ),
+            settings,
+        )
+        self.dtype = token_dtype(len(words))
+        self.unknown_id = words.index("[UNK]")
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids of all sentences end to end, and the number of each sentence's tokens (int64)."""
+        chunks = [(_DELETED.sub("", s) if _DELETED.search(s) else s).split() for s in sentences]
+        cache = self._cache
+        new = list({chunk: None for parts in chunks for chunk in parts if chunk not in cache})
+        if len(cache) + len(new) > _MAX_CACHED_CHUNKS:
+            cache.clear()
+            new = list({chunk: None for parts in chunks for chunk in parts})
+        encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False) if new else []
+        cache.update((chunk, encoding.ids) for chunk, encoding in zip(new, encodings, strict=True))
+        ids = [[i for chunk in parts for i in cache[chunk]] for parts in chunks]
+        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        tokens = np.fromiter((i for sentence in ids for i in sentence), dtype=self.dtype, count=int(lengths.sum()))
+        return tokens, lengths
+
+
+def settings_dict(settings: TokenizerSettings) -> dict[str, Any]:
+    return {"type": "WordPiece", **asdict(settings)}
+
+
+def pieces(texts: Iterable[list[str]]) -> Iterator[str]:
+    """Flatten documents into sentences, for training a vocabulary."""
+    for sentences in texts:
+        yield from sentences
