@@ -1,287 +1,295 @@
-"""The shard format, and the only place that knows it.
+"""HDF5 shards of pretraining instances: the only place (with the modules it re-exports) that knows the formats.
 
-A shard is an HDF5 file of unmasked, unpadded sentence pairs ([CLS] A [SEP] B [SEP]):
+Native format `tempo-bert/1`: the four arrays of `Instances` as one-dimensional datasets, contiguous and uncompressed, so
+that a reader maps the file into memory at each dataset's offset and needs HDF5 only to find it. Root attributes: format,
+content_hash, num_instances, num_tokens, max_seq_length, vocab_size, vocab_hash, label_convention, and as JSON tokenizer,
+creation, sources. Shards in NVIDIA's schema are recognised and read as well (`data_prep.nvidia_format`).
 
-    tokens           uint16 [total]   the token ids of all instances, end to end (uint32 where the vocabulary needs it)
-    offsets          int64  [N + 1]   instance i is tokens[offsets[i] : offsets[i + 1]]
-    segment_b_start  uint16 [N]       place of B's first token inside the instance
-    is_random_next   uint8  [N]       1 where B does not follow A
-
-with attributes (`ShardAttributes`) and a content hash. The arrays are contiguous and uncompressed, so a shard is
-memory-mapped and not read. Nothing in it depends on time or machine: the same input gives the same bytes. NVIDIA's schema is
-read by `data_prep.nvidia_format`, through the same `open_shard`.
+No HDF5 handle outlives a call and no HDF5 lock is taken, so shards may be opened before or after a fork, in any number
+of processes, on network file systems.
 """
 
-from __future__ import annotations
-
-import contextlib
-import glob
-import hashlib
 import json
-import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import mmap
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import numpy as np
 
-FORMAT = "tempo-bert/1"
-MANIFEST_NAME = "manifest.json"
-VOCAB_NAME = "vocab.txt"
-LABEL_CONVENTION = "next_sentence_label: 0 = B follows A, 1 = B is random"
-_ARRAYS = ("tokens", "offsets", "segment_b_start", "is_random_next")
-_SUFFIXES = (".hdf5", ".h5")
-# Elements copied or hashed at a time: memory stays bounded for arrays that are themselves memory-mapped.
-_CHUNK = 1 << 22
+from data_prep.atomic_write import write_bytes_atomically, written_whole
+from data_prep.instances import (
+    ContentHash,
+    Instances,
+    IntArray,
+    ShardAttributes,
+    ShardSummary,
+    StaticMasks,
+    check_instances,
+    find_problems,
+    token_dtype,
+)
+from data_prep.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    NVIDIA_FORMAT,
+    VOCAB_NAME,
+    MissingSplitError,
+    list_shards,
+    read_manifest,
+    read_vocab,
+    vocab_hash,
+    write_manifest,
+)
+from data_prep.nvidia_format import is_nvidia, read_nvidia, undo_masks, write_nvidia_shard
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST_NAME",
+    "NVIDIA_FORMAT",
+    "VOCAB_NAME",
+    "ContentHash",
+    "Instances",
+    "MissingSplitError",
+    "Shard",
+    "ShardAttributes",
+    "ShardSummary",
+    "StaticMasks",
+    "check_instances",
+    "find_problems",
+    "list_shards",
+    "open_shard",
+    "read_manifest",
+    "read_vocab",
+    "token_dtype",
+    "undo_masks",
+    "vocab_hash",
+    "write_bytes_atomically",
+    "write_manifest",
+    "write_nvidia_shard",
+    "write_shard",
+    "written_whole",
+]
+
+LABEL_CONVENTION = "is_random_next: 0 = B follows A in its document, 1 = B is from another document"
+_DATASETS = {"offsets": 1, "tokens": 0, "segment_b_start": 0, "is_random_next": 0}  # name -> entries beyond N or total
+_COPY_BYTES = 1 << 22
 
 
-@dataclass
-class Instances:
-    """Sentence pairs as four arrays; see the module's description. `len()` is their number."""
+@dataclass(frozen=True)
+class Shard(Instances):
+    """One open shard: `Instances` (arrays mapped from the file, read-only) and what the file says about them.
 
-    tokens: np.ndarray
-    offsets: np.ndarray
-    segment_b_start: np.ndarray
-    is_random_next: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.segment_b_start)
-
-
-@dataclass
-class ShardAttributes:
-    """What a shard says about how it was made.
-
-    Attributes:
-        max_seq_length: no instance is longer.
-        vocab_size: entries of the vocabulary.
-        vocab_hash: sha256 of the vocabulary file's bytes, hexadecimal.
-        tokenizer: settings of the tokenizer (lowercase and so on).
-        creation: parameters of the command that made it.
-        sources: one dict per source: name, documents, sentences, tokens, ...
+    `format` is "tempo-bert/1" or "nvidia"; NVIDIA's have `static_masks`, and `tokens` as masked in the file.
+    Pickling stores the path only: a worker process opens the shard itself.
     """
 
-    max_seq_length: int
-    vocab_size: int
-    vocab_hash: str
-    tokenizer: dict[str, Any] = field(default_factory=dict)
-    creation: dict[str, Any] = field(default_factory=dict)
-    sources: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class StaticMasks:
-    """Masks that were drawn when the shard was made: predictions of instance i are [offsets[i] : offsets[i + 1]]."""
-
-    offsets: np.ndarray
-    positions: np.ndarray
-    labels: np.ndarray
-
-
-@dataclass
-class Shard:
-    """An opened shard. The arrays of a native one are memory-mapped; no HDF5 handle stays open."""
-
     path: Path
-    instances: Instances
-    max_seq_length: int
-    attributes: ShardAttributes | None
+    format: str
+    attributes: ShardAttributes
     content_hash: str
     static_masks: StaticMasks | None = None
 
     @property
+    def max_seq_length(self) -> int:
+        """No instance is longer."""
+        return self.attributes.max_seq_length
+
+    @property
     def num_instances(self) -> int:
-        return len(self.instances)
+        """Instances in this shard."""
+        return len(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all instances, special tokens included, padding not."""
+        return len(self.tokens)
+
+    @property
+    def summary(self) -> ShardSummary:
+        """The manifest's entry for this shard."""
+        return ShardSummary(self.path.name, self.num_instances, self.num_tokens, self.content_hash)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_shard, (self.path,)
 
 
-@dataclass
-class ShardSummary:
-    """A shard's line in the manifest."""
+def write_shard(
+    path: str | Path,
+    instances: Instances | Iterable[Instances],
+    attributes: ShardAttributes,
+    *,
+    compression: str | None = None,
+) -> ShardSummary:
+    """Write a native shard to `path`, which appears complete or not at all; same input, same bytes.
 
-    name: str
-    num_instances: int
-    num_tokens: int
-    content_hash: str
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest dtype that holds every token id."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def hash_instances(instances: Instances) -> str:
-    """sha256 over the four arrays in order, each preceded by its name, dtype and length."""
-    digest = hashlib.sha256()
-    for name in _ARRAYS:
-        array = getattr(instances, name)
-        digest.update(f"{name} {array.dtype.str} {len(array)}\n".encode())
-        for start in range(0, len(array), _CHUNK):
-            digest.update(np.ascontiguousarray(array[start : start + _CHUNK]).tobytes())
-    return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; on success make it durable and give it its name, else remove it."""
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        yield unfinished
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def write_shard(path: Path | str, instances: Instances, attributes: ShardAttributes) -> ShardSummary:
-    """Write a native shard: whole or not at all.
-
-    Args:
-        path: the file to make; its directory exists.
-        instances: may be memory-mapped; copied in pieces.
-        attributes: stored beside the arrays.
-
-    Returns:
-        The summary that the manifest lists.
+    `instances` may be an iterable of chunks: then memory stays bounded by one chunk plus 11 bytes per instance (tokens are
+    spooled to a temporary file beside `path`, since contiguous datasets need their size beforehand).
+    `compression` ("gzip", "lzf") makes a smaller file that cannot be mapped: every reader holds it in memory.
+    Raises ValueError, naming path and row, for instances that break the format's rules.
     """
     path = Path(path)
-    content_hash = hash_instances(instances)
-    with written_whole(path) as unfinished, h5py.File(unfinished, "w") as file:
-        for name in _ARRAYS:
-            array = getattr(instances, name)
-            dataset = file.create_dataset(name, shape=array.shape, dtype=array.dtype, track_times=False)
-            for start in range(0, len(array), _CHUNK):
-                dataset[start : start + _CHUNK] = array[start : start + _CHUNK]
-        file.attrs["format"] = FORMAT
-        file.attrs["content_hash"] = content_hash
-        file.attrs["label_convention"] = LABEL_CONVENTION
-        for key, value in asdict(attributes).items():
-            file.attrs[key] = value if isinstance(value, int | str) else json.dumps(value, sort_keys=True)
-    return ShardSummary(path.name, len(instances), int(instances.offsets[-1]), content_hash)
+    chunks = [instances] if isinstance(instances, Instances) else instances
+    with tempfile.TemporaryFile(dir=path.parent) as spool:
+        arrays, content_hash = _collect(path, chunks, attributes, spool)
+        num_instances, num_tokens = len(arrays["is_random_next"]), int(arrays["offsets"][-1])
+        with written_whole(path) as temporary, _create(temporary) as file:
+            _write_attributes(file, attributes, num_instances, num_tokens, content_hash)
+            options = {"compression": compression, "shuffle": True} if compression else {}
+            for name in ("offsets", "segment_b_start", "is_random_next"):
+                filters = options if arrays[name].size else {}
+                file.create_dataset(name, data=arrays[name], track_times=False, **filters)
+            dtype = token_dtype(attributes.vocab_size)
+            filters = options if num_tokens else {}
+            tokens = file.create_dataset("tokens", (num_tokens,), dtype, track_times=False, **filters)
+            _copy_spool(spool, tokens, dtype)
+    return ShardSummary(path.name, num_instances, num_tokens, content_hash)
 
 
-@contextlib.contextmanager
-def open_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open for reading without a lock (locks fail on network file systems), with errors that say what to do."""
-    try:
-        file = h5py.File(path, "r", locking=False)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except OSError as error:
-        raise ValueError(f"{path} is not a readable HDF5 file ({error}); it may be truncated: make or copy it again") from error
-    with file:
-        yield file
+def _create(path: Path) -> h5py.File:
+    # Fixed bounds keep the bytes the same under every HDF5 version; alignment lets readers map int64 directly.
+    return h5py.File(path, "w", libver=("v108", "v108"), locking=False, alignment_threshold=1, alignment_interval=64)
 
 
-def _map_dataset(dataset: h5py.Dataset, path: Path) -> np.ndarray:
-    """Memory-map a contiguous dataset; read a compressed or chunked one (slower, but it works)."""
-    offset = dataset.id.get_offset()
-    if offset is None or dataset.size == 0:
-        return dataset[...]
-    return np.memmap(path, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape)
+def _collect(
+    path: Path, chunks: Iterable[Instances], attributes: ShardAttributes, spool: IO[bytes]
+) -> tuple[dict[str, IntArray], str]:
+    digest = ContentHash()
+    dtype = token_dtype(attributes.vocab_size)
+    lengths, b_starts, labels = [], [], []
+    num_rows = 0
+    for chunk in chunks:
+        check_instances(chunk, attributes, str(path), num_rows)
+        chunk = Instances(
+            np.ascontiguousarray(chunk.tokens, dtype=dtype),
+            chunk.offsets,
+            np.asarray(chunk.segment_b_start, dtype="<u2"),
+            np.asarray(chunk.is_random_next, dtype="<u1"),
+        )
+        num_rows += len(chunk)
+        digest.update(chunk)
+        spool.write(chunk.tokens.tobytes())
+        lengths.append(chunk.lengths)
+        b_starts.append(chunk.segment_b_start)
+        labels.append(chunk.is_random_next)
+    offsets = np.zeros(num_rows + 1, dtype="<i8")
+    if num_rows:
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+    return {
+        "offsets": offsets,
+        "segment_b_start": np.concatenate(b_starts) if num_rows else np.zeros(0, "<u2"),
+        "is_random_next": np.concatenate(labels) if num_rows else np.zeros(0, "<u1"),
+    }, digest.hexdigest()
 
 
-def _read_attributes(file: h5py.File) -> ShardAttributes:
-    raw = dict(file.attrs)
-    return ShardAttributes(
-        max_seq_length=int(raw["max_seq_length"]),
-        vocab_size=int(raw["vocab_size"]),
-        vocab_hash=str(raw["vocab_hash"]),
-        **{name: json.loads(raw[name]) for name in ("tokenizer", "creation", "sources")},
-    )
+def _copy_spool(spool: IO[bytes], dataset: h5py.Dataset, dtype: np.dtype[Any]) -> None:
+    spool.seek(0)
+    position = 0
+    while block := spool.read(_COPY_BYTES):
+        values = np.frombuffer(block, dtype)
+        dataset[position : position + len(values)] = values
+        position += len(values)
 
 
-def open_shard(path: Path | str) -> Shard:
-    """Open a native or an NVIDIA shard.
+def _write_attributes(
+    file: h5py.File, attributes: ShardAttributes, num_instances: int, num_tokens: int, content_hash: str
+) -> None:
+    file.attrs["format"] = np.bytes_(FORMAT)
+    file.attrs["content_hash"] = np.bytes_(content_hash)
+    file.attrs["label_convention"] = np.bytes_(LABEL_CONVENTION)
+    file.attrs["vocab_hash"] = np.bytes_(attributes.vocab_hash or "none")
+    numbers = {
+        "num_instances": num_instances,
+        "num_tokens": num_tokens,
+        "max_seq_length": attributes.max_seq_length,
+        "vocab_size": attributes.vocab_size or 0,
+    }
+    for name, value in numbers.items():
+        file.attrs[name] = np.int64(value)
+    for name in ("tokenizer", "creation", "sources"):
+        file.attrs[name] = np.bytes_(json.dumps(getattr(attributes, name), sort_keys=True))
 
-    Raises:
-        ValueError: not an HDF5 file, a format this version does not know, or arrays that do not fit each other.
+
+def open_shard(path: str | Path) -> Shard:
+    """Open a shard, native or NVIDIA's, and close its HDF5 handle before returning.
+
+    Native arrays are mapped into memory (read when touched); compressed ones and NVIDIA's are loaded.
+    Raises ValueError, naming the file and what to do, for anything that is not a complete shard.
     """
     path = Path(path)
-    with open_hdf5(path) as file:
-        if "format" not in file.attrs:
-            from data_prep import nvidia_format
-
-            return nvidia_format.read_shard(path, file)
-        if file.attrs["format"] != FORMAT:
-            raise ValueError(
-                f"{path} has format {file.attrs['format']!r}, and this version reads {FORMAT!r}: build the shards again"
-            )
-        missing = [name for name in _ARRAYS if name not in file]
-        if missing:
-            raise ValueError(f"{path} lacks the datasets {', '.join(missing)}: build the shard again")
-        try:
-            arrays = [_map_dataset(file[name], path) for name in _ARRAYS]
-            attributes = _read_attributes(file)
-        except (OSError, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error}): build the shard again") from error
-        content_hash = str(file.attrs["content_hash"])
-    instances = Instances(*arrays)
-    if len(instances.offsets) != len(instances) + 1 or int(instances.offsets[-1]) != len(instances.tokens):
-        raise ValueError(f"{path} is damaged (its arrays do not fit each other): build the shard again")
-    return Shard(path, instances, attributes.max_seq_length, attributes, content_hash)
-
-
-def write_manifest(directory: Path | str, manifest: dict[str, Any]) -> None:
-    """Write manifest.json beside the shards, whole or not at all."""
-    with written_whole(Path(directory) / MANIFEST_NAME) as unfinished:
-        unfinished.write_text(json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def read_manifest(directory: Path | str) -> dict[str, Any] | None:
-    """Return manifest.json's content, or None where there is none.
-
-    Raises:
-        ValueError: it is not valid JSON, or of another format.
-    """
-    path = Path(directory) / MANIFEST_NAME
     if not path.is_file():
-        return None
+        raise ValueError(f"{path}: no such shard file")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): build the data again") from error
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')!r}, and this version reads {FORMAT!r}")
-    return manifest
+        with h5py.File(path, "r", locking=False) as file:
+            found = _text(file.attrs.get("format", ""))
+            if found == FORMAT:
+                return _read_native(file, path)
+            if found:
+                raise ValueError(
+                    f"{path}: written in format {found!r}, this version reads {FORMAT!r}; "
+                    "rebuild it with `python -m data_prep build`"
+                )
+            if is_nvidia(file):
+                attributes, instances, masks, digest = read_nvidia(file, path)
+                return Shard(**vars(instances), path=path, format=NVIDIA_FORMAT, attributes=attributes,
+                             content_hash=digest, static_masks=masks)  # fmt: skip
+            raise ValueError(
+                f"{path}: an HDF5 file, but no pretraining shard (it holds {sorted(file) or 'nothing'}); shards come "
+                "from `python -m data_prep build` or NVIDIA's create_pretraining_data.py"
+            )
+    except (OSError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"{path}: damaged, truncated or not HDF5 ({error}); delete it and run the command that made it again"
+        ) from error
 
 
-def _listed_in_manifest(directory: Path, manifest: dict[str, Any], split: str) -> list[Path]:
-    splits = manifest["splits"]
-    if not splits.get(split):
-        hint = "; build with --eval-fraction 0.01 to hold documents out" if split == "eval" else ""
-        raise ValueError(f"{directory} has no '{split}' split (it has: {', '.join(k for k in splits if splits[k])}){hint}")
-    paths = [directory / shard["name"] for shard in splits[split]]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise ValueError(f"{directory} lacks {', '.join(missing[:5])}, which its manifest lists: build or copy the data again")
-    return paths
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def list_shards(path: Path | str, split: str = "train") -> list[Path]:
-    """Return the shard files of a split, in order.
+def _read_native(file: h5py.File, path: Path) -> Shard:
+    try:
+        attributes = ShardAttributes(
+            max_seq_length=int(file.attrs["max_seq_length"]),
+            vocab_size=int(file.attrs["vocab_size"]) or None,
+            vocab_hash=None if (text := _text(file.attrs["vocab_hash"])) == "none" else text,
+            **{name: json.loads(_text(file.attrs[name])) for name in ("tokenizer", "creation", "sources")},
+        )
+        counts = (int(file.attrs["num_instances"]), int(file.attrs["num_tokens"]))
+        content_hash = _text(file.attrs["content_hash"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: a {FORMAT} shard with a damaged attribute ({error}); build it again") from None
+    arrays = dict(_read_arrays(file, path))
+    expected = {"offsets": counts[0] + 1, "tokens": counts[1], "segment_b_start": counts[0]}
+    for name, size in (expected | {"is_random_next": counts[0]}).items():
+        if len(arrays[name]) != size:
+            raise ValueError(f"{path}: `{name}` has {len(arrays[name]):,} entries, not {size:,}; build it again")
+    if int(arrays["offsets"][0]) != 0 or int(arrays["offsets"][-1]) != counts[1]:
+        raise ValueError(f"{path}: `offsets` do not end at the {counts[1]:,} tokens stored; build it again")
+    return Shard(**vars(Instances(**arrays)), path=path, format=FORMAT, attributes=attributes, content_hash=content_hash)
 
-    Args:
-        path: a directory that `data_prep build` made, a directory of HDF5 files, one file, or a glob pattern.
-        split: "train" or "eval"; only a directory with a manifest has more than "train".
 
-    Raises:
-        ValueError: nothing there, or no such split.
-    """
-    directory = Path(path)
-    if directory.is_dir():
-        manifest = read_manifest(directory)
-        if manifest is not None:
-            return _listed_in_manifest(directory, manifest, split)
-        found = sorted(file for file in directory.iterdir() if file.suffix in _SUFFIXES and not file.name.startswith("."))
-        what = f"{directory} holds no {MANIFEST_NAME} and no .hdf5 or .h5 file"
-    else:
-        found = [directory] if directory.is_file() else sorted(Path(name) for name in glob.glob(str(path)))
-        what = f"nothing matches '{path}'"
-    if not found:
-        raise ValueError(f"{what}: give the directory that 'python -m data_prep build' wrote")
-    if split != "train":
-        raise ValueError(f"{path} has no '{split}' split: only data with a {MANIFEST_NAME} has one")
-    return found
+def _read_arrays(file: h5py.File, path: Path) -> Iterator[tuple[str, IntArray]]:
+    mapped = _map_file(path)
+    for name in _DATASETS:
+        dataset = file[name]
+        if dataset.ndim != 1 or dataset.dtype.kind not in "iu":
+            raise ValueError(f"{path}: `{name}` is {dataset.dtype} {dataset.shape}, not a list of integers")
+        offset = dataset.id.get_offset()
+        if dataset.size and offset is not None:
+            if offset + dataset.size * dataset.dtype.itemsize > len(mapped):
+                raise ValueError(f"{path}: truncated inside `{name}`; delete it and build it again")
+            yield name, np.frombuffer(mapped, dataset.dtype, dataset.size, offset)
+        else:  # compressed or empty
+            yield name, dataset[()]
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    # Python before 3.13 keeps a file descriptor per map; one map per shard, not per array, halves the trouble.
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options)

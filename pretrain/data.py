@@ -168,13 +168,13 @@ class PretrainingData:
 
     @property
     def vocab_size(self) -> int | None:
-        return None if self.static else self.shards[0].attributes.vocab_size  # type: ignore[union-attr]
+        return self.shards[0].attributes.vocab_size
 
     @property
     def min_vocab_size(self) -> int:
         if self.vocab_size is not None:
             return self.vocab_size
-        arrays = [a for s in self.shards for a in (s.instances.tokens, s.static_masks.labels)]  # type: ignore[union-attr]
+        arrays = [a for s in self.shards for a in (s.tokens, s.static_masks.labels)]  # type: ignore[union-attr]
         return 1 + max(int(array.max(initial=0)) for array in arrays)
 
     # ---- the training order ----
@@ -202,7 +202,7 @@ class PretrainingData:
         _, instance = self.instances_of(np.arange(first_sample, first_sample + num_samples))
         num_tokens = num_predicted = 0
         for shard, _, local in self._by_shard(instance):
-            lengths = _spans(shard.instances.offsets, local)
+            lengths = _spans(shard.offsets, local)
             num_tokens += int(lengths.sum())
             if shard.static_masks is not None:
                 num_predicted += int(_spans(shard.static_masks.offsets, local).sum())
@@ -210,6 +210,10 @@ class PretrainingData:
                 num_predicted += int(num_predictions(lengths, self.mask_probability, self.max_predictions).sum())
         self._last_totals = ((first_sample, num_samples), (num_tokens, num_predicted))
         return num_tokens, num_predicted
+
+    def num_predictions(self, first_sample: int, num_samples: int) -> int:
+        """Return the predicted tokens of a range of samples; from lengths alone, no token is read."""
+        return self.totals(first_sample, num_samples)[1]
 
     def batch(self, first_sample: int, num_samples: int) -> dict[str, Tensor]:
         """Return samples first_sample ... first_sample + num_samples - 1, masked and padded to S.
@@ -275,12 +279,11 @@ def _read_rows(
     shard: Shard, local: np.ndarray, tokens: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Copy instances `local` of a shard into `tokens[rows]`; return lengths, segment_b_start, is_random_next."""
-    instances = shard.instances
-    starts, lengths = instances.offsets[local], _spans(instances.offsets, local)
-    place = np.arange(tokens.shape[1])
-    real = place < lengths[:, None]
-    tokens[rows] = np.where(real, instances.tokens[np.where(real, starts[:, None] + place, 0)], 0)
-    return lengths, instances.segment_b_start[local], instances.is_random_next[local]
+    starts, lengths = shard.offsets[local], _spans(shard.offsets, local)
+    # A handful of rows per shard and batch: plain slices beat an index per token.
+    for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+        tokens[row, :length] = shard.tokens[start : start + length]
+    return lengths, shard.segment_b_start[local], shard.is_random_next[local]
 
 
 # ---- micro-batches ----
