@@ -43,23 +43,8 @@ _SKIPPED_TAGS = frozenset(
     ]
 )
 _SKIPPED_SECTIONS = frozenset(
-    section.strip()
-    for section in [
-        "see also",
-        " references",
-        " external links",
-        " further reading",
-        " notes",
-        " bibliography",
-        " sources",
-        " citations",
-        " footnotes",
-        " works cited",
-        " notes and references",
-        " references and notes",
-        " general references",
-        " explanatory notes",
-    ]
+    """see also;references;external links;further reading;notes;bibliography;sources;citations;footnotes;works cited
+notes and references;references and notes;general references;explanatory notes""".replace("\n", ";").split(";")
 )
 _BEHAVIOUR_SWITCH = re.compile(r"__[A-Z]+__")
 _EMPTY_BRACKETS = re.compile(r"\(\s*[,;:]*\s*\)|\[\s*\]")
