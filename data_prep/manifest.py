@@ -116,25 +116,6 @@ def _choose(files: list[Path], split: str, name: str) -> list[Path]:
     return [file for file in files if file not in set(held_out)] or files
 
 
-def read_vocab(path: str | Path) -> list[str]:
-    """The entries of a vocabulary file, one a line; ValueError naming the file if missing, empty or with duplicates."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such vocabulary file")
-    try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from None
-    entries = [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
-    if not entries:
-        raise ValueError(f"{path}: an empty vocabulary")
-    if len(set(entries)) != len(entries):
-        seen: set[str] = set()
-        twice = next(entry for entry in entries if entry in seen or seen.add(entry))  # type: ignore[func-returns-value]
-        raise ValueError(f"{path}: {twice!r} is listed twice")
-    return entries
-
-
 def vocab_hash(path: str | Path) -> str:
     """SHA-256 of the file's bytes, which shards and manifest record."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

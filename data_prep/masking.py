@@ -46,7 +46,8 @@ class MaskingRules:
         is_continuation: bool [vocab], tokens that continue a word (##...); used by whole_word.
         probability: share of the tokens to predict.
         max_predictions: P.
-        whole_word: mask whole words; the last one chosen is cut where the number of predictions is reached.
+        whole_word: mask whole words; the last one chosen is cut where the number of predictions is reached, so that this
+            number follows from the length alone in both modes.
     """
 
     mask_id: int
@@ -78,8 +79,12 @@ class MaskingRules:
 
 
 def num_predictions(lengths: np.ndarray, probability: float, max_predictions: int) -> np.ndarray:
-    """min(max_predictions, max(1, round(probability * length))), special tokens counted in the length; int64."""
-    return np.minimum(max_predictions, np.maximum(1, np.rint(probability * lengths))).astype(np.int64)
+    """min(max_predictions, max(1, round(probability * length))), special tokens counted in the length; int64.
+
+    A half is rounded to the even neighbour, as Python's round does in the original recipe. Probability 0 predicts nothing.
+    """
+    least = 1 if probability > 0 else 0
+    return np.minimum(max_predictions, np.maximum(least, np.rint(probability * lengths))).astype(np.int64)
 
 
 def _choose(tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray, rules: MaskingRules) -> np.ndarray:

@@ -33,7 +33,7 @@ def read_nvidia(file: h5py.File, path: Path) -> tuple[ShardAttributes, Instances
     tokens-then-padding with segments 0 then 1, and for a file that does not fit into memory.
     """
     max_seq_length, max_predictions = _check_schema(file, path)
-    check_memory(memory_needed(file), f"loading {path}", _REMEDY)
+    check_memory(_memory_needed(file), f"loading {path}", _REMEDY)
     digest = ContentHash()
     parts, masks = [], []
     for instances, mask in _blocks(file, path):
@@ -53,7 +53,20 @@ _REMEDY = (
 )
 
 
-def memory_needed(file: h5py.File) -> int:
+def check_total_memory(paths: list[Path]) -> None:
+    """Refuse a set of shards whose files in NVIDIA's format do not fit into memory together, before any is loaded."""
+    total = 0
+    for path in paths:
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                total += _memory_needed(file) if is_nvidia(file) else 0
+        except (OSError, KeyError, RuntimeError, ValueError, IndexError):
+            continue  # open_shard says what is wrong with it
+    if total:
+        check_memory(total, f"loading {len(paths)} shards such as {paths[0]}", _REMEDY)
+
+
+def _memory_needed(file: h5py.File) -> int:
     """Upper bound of the bytes that an open shard takes once loaded."""
     rows, length = file["input_ids"].shape
     return rows * (2 * length + 4 * file["masked_lm_ids"].shape[1] + 8 + 8 + 2 + 1)

@@ -11,6 +11,7 @@ of processes, on network file systems.
 
 import json
 import mmap
+import resource
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -41,11 +42,11 @@ from data_prep.manifest import (
     MissingSplitError,
     list_shards,
     read_manifest,
-    read_vocab,
     vocab_hash,
     write_manifest,
 )
-from data_prep.nvidia_format import is_nvidia, read_nvidia, undo_masks, write_nvidia_shard
+from data_prep.memory import check_memory
+from data_prep.nvidia_format import check_total_memory, is_nvidia, read_nvidia, undo_masks, write_nvidia_shard
 
 __all__ = [
     "FORMAT",
@@ -59,12 +60,13 @@ __all__ = [
     "ShardAttributes",
     "ShardSummary",
     "StaticMasks",
+    "allow_open_files",
     "check_instances",
+    "check_total_memory",
     "find_problems",
     "list_shards",
     "open_shard",
     "read_manifest",
-    "read_vocab",
     "token_dtype",
     "undo_masks",
     "vocab_hash",
@@ -285,11 +287,32 @@ def _read_arrays(file: h5py.File, path: Path) -> Iterator[tuple[str, IntArray]]:
                 raise ValueError(f"{path}: truncated inside `{name}`; delete it and build it again")
             yield name, np.frombuffer(mapped, dataset.dtype, dataset.size, offset)
         else:  # compressed or empty
+            check_memory(dataset.size * dataset.dtype.itemsize, f"loading {path}, which is compressed", "build it uncompressed")
             yield name, dataset[()]
 
 
+def allow_open_files(num_files: int) -> None:
+    """Raise this process's limit of open files for `num_files` shards, where the system lets it.
+
+    Python before 3.13 keeps a descriptor for every mapped file, and 1,024 is a common limit.
+
+    Raises:
+        ValueError: the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_files + 256
+    if sys.version_info >= (3, 13) or soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"{num_files:,} shards need as many open files, and the system allows {hard:,}: raise `ulimit -n`, or build with"
+            " fewer shards (--num-shards)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def _map_file(path: Path) -> mmap.mmap:
-    # Python before 3.13 keeps a file descriptor per map; one map per shard, not per array, halves the trouble.
+    # One map per shard, not per array: see allow_open_files.
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options)
