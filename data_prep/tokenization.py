@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.shards import token_dtype
+from data_prep.shards import VOCAB_NAME, token_dtype
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # BERT's cleaning deletes these control characters, so that their neighbours join; str.split would cut there.
@@ -65,6 +65,14 @@ def read_vocabulary(path: Path) -> list[str]:
         words.pop()
     check_vocabulary(words, path)
     return words
+
+
+def find_vocabulary(shard: Path, given: Path | None = None) -> list[str] | None:
+    """Return the words of the vocabulary named by the user, or of vocab.txt beside a shard; None where there is neither."""
+    if given is not None:
+        return read_vocabulary(given)
+    beside = shard.parent / VOCAB_NAME
+    return read_vocabulary(beside) if beside.is_file() else None
 
 
 def vocabulary_bytes(words: list[str]) -> bytes:
