@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     )
     shards = [open_shard(file) for file in files]
     numbers = _choose(sum(len(shard) for shard in shards), args.num, args.index)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal
     for number in numbers:
         console.print(render(mask_instance(shards, number, rules, seed=args.seed, epoch=args.epoch), words))
     console.print(_legend(any(shard.format == NVIDIA_FORMAT for shard in shards), args.epoch, args.seed))

@@ -144,24 +144,24 @@ class ContentHash:
         self._lengths = hashlib.sha256()
         self._segment_b_start = hashlib.sha256()
         self._is_random_next = hashlib.sha256()
-        self._masks = hashlib.sha256()
+        self._masks = [hashlib.sha256() for _ in range(3)]
         self._num_masks = 0
 
     def update(self, instances: Instances, masks: StaticMasks | None = None) -> None:
         """Add the next instances (values decide, not dtypes)."""
-        self._tokens.update(_little_endian(instances.tokens, "<u4" if instances.tokens.itemsize > 2 else "<u2"))
+        self._tokens.update(_little_endian(instances.tokens, "<u4"))
         self._lengths.update(_little_endian(instances.lengths, "<i8"))
         self._segment_b_start.update(_little_endian(instances.segment_b_start, "<u2"))
         self._is_random_next.update(_little_endian(instances.is_random_next, "<u1"))
         if masks is not None:
             self._num_masks += len(masks.positions)
-            for array in (masks.counts, masks.positions, masks.labels):
-                self._masks.update(_little_endian(array, "<i8"))
+            for part, array in zip(self._masks, (masks.counts, masks.positions, masks.labels), strict=True):
+                part.update(_little_endian(array, "<i8"))
 
     def hexdigest(self) -> str:
         """64 hexadecimal digits."""
         parts = [self._tokens, self._lengths, self._segment_b_start, self._is_random_next]
-        parts += [self._masks] if self._num_masks else []
+        parts += self._masks if self._num_masks else []
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()
 
 

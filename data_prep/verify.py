@@ -188,10 +188,11 @@ def _verify_chunk(report: Report, shard: Shard, rows: slice, digest: ContentHash
     plain = instances if masks is None else undo_masks(instances, masks)
     if special.unknown is not None:
         report.num_unknown += int((plain.tokens == special.unknown).sum())
-    yield from _special_token_problems(plain, special, rows.start, shard.format == NVIDIA_FORMAT)
+    yield from special_token_problems(plain, special, rows.start, shard.format == NVIDIA_FORMAT)
 
 
-def _special_token_problems(instances: Instances, special: SpecialIds, first_row: int, foreign: bool) -> Iterator[str]:
+def special_token_problems(instances: Instances, special: SpecialIds, first_row: int, foreign: bool) -> Iterator[str]:
+    """Yield a sentence for each misplaced special token; `foreign` text may hold them itself. Lengths are checked before."""
     tokens, starts, ends = instances.tokens, instances.offsets[:-1], instances.offsets[1:]
     end_of_a = starts + np.asarray(instances.segment_b_start) - 1
     faults = {
@@ -199,7 +200,7 @@ def _special_token_problems(instances: Instances, special: SpecialIds, first_row
         "does not end with [SEP]": tokens[ends - 1] != special.sep,
         "has no [SEP] before segment B": tokens[end_of_a] != special.sep,
     }
-    if not foreign:  # other tools let text hold special tokens
+    if not foreign:
         is_special = np.isin(tokens, [i for i in (special.cls, special.sep, special.pad, special.mask) if i is not None])
         extra = np.add.reduceat(is_special, starts, dtype=np.int64) - 2 - (end_of_a != ends - 1)
         faults["has a special token inside a segment"] = (extra > 0) & ~np.logical_or.reduce(list(faults.values()))
