@@ -7,6 +7,7 @@ and NVIDIA's HDF5 are written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import io
 import shutil
@@ -23,7 +24,6 @@ from data_prep.instances import Instances, ShardAttributes, ShardSummary, Static
 from data_prep.masking import MaskingRules, mask_instances, mix_keys
 from data_prep.shards import (
     FORMAT,
-    MANIFEST_NAME,
     NVIDIA_FORMAT,
     VOCAB_NAME,
     MissingSplitError,
@@ -81,18 +81,33 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--num-shards must be at least 1, got {args.num_shards}")
     if args.duplicate_factor < 1:
         raise ValueError(f"--duplicate-factor must be at least 1, got {args.duplicate_factor}")
-    if (args.output / MANIFEST_NAME).exists() or args.output.is_file():
-        raise ValueError(f"{args.output} holds data already: choose another --output, or delete it")
     attributes = _attributes(args, origins, words, vocab_hash(vocab_file))
-    args.output.mkdir(parents=True, exist_ok=True)
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
-    for origin in origins:
-        splits[origin.split] = [vars(summary) for summary in _convert_split(args, origin, attributes, words)]
-    shutil.copyfile(vocab_file, args.output / VOCAB_NAME)
-    _write_manifest(args, attributes, splits)
+    with _new_directory(args.output) as directory:
+        for origin in origins:
+            splits[origin.split] = [vars(summary) for summary in _convert_split(args, origin, attributes, words, directory)]
+        shutil.copyfile(vocab_file, directory / VOCAB_NAME)
+        _write_manifest(args, attributes, splits, directory)
     instances = sum(shard["num_instances"] for shards in splits.values() for shard in shards)
     print(f"{instances:,} instances in {sum(map(len, splits.values()))} shard(s) written to {args.output}")
     return 0
+
+
+@contextlib.contextmanager
+def _new_directory(output: Path) -> Iterator[Path]:
+    """Yield a directory that becomes `output` on success, and is removed on failure: never a part of the shards."""
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise ValueError(f"{output} holds something already: choose another --output, or delete it")
+    unfinished = output.with_name(f".{output.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if output.is_dir():
+            output.rmdir()
+        unfinished.replace(output)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # ---- what is read ----
@@ -235,7 +250,7 @@ def _attributes(args: argparse.Namespace, origins: list[Origin], words: list[str
 
 
 def _convert_split(
-    args: argparse.Namespace, origin: Origin, attributes: ShardAttributes, words: list[str]
+    args: argparse.Namespace, origin: Origin, attributes: ShardAttributes, words: list[str], directory: Path
 ) -> Iterator[ShardSummary]:
     special = SpecialIds(*(words.index(f"[{name}]") for name in ("CLS", "SEP", "PAD", "UNK", "MASK")))
     bar = tqdm(origin.files, desc=origin.split, unit="file", disable=None)
@@ -251,7 +266,7 @@ def _convert_split(
     )
     for k in range(num_shards):
         first, stop = k * total // num_shards, (k + 1) * total // num_shards
-        path = args.output / f"{origin.split}_{k:05d}.hdf5"
+        path = directory / f"{origin.split}_{k:05d}.hdf5"
         if args.writer == "native":
             yield write_shard(path, stream.take(stop - first), attributes)
         else:
@@ -285,9 +300,7 @@ def _statically_masked(
         numbers = np.arange(first, first + len(chunk))
         first += len(chunk)
         if chunk.lengths.max(initial=0) > attributes.max_seq_length:
-            raise ValueError(
-                f"--max-seq-length {attributes.max_seq_length} is below the {chunk.lengths.max()} tokens of an instance"
-            )
+            raise ValueError(f"--max-seq-length {attributes.max_seq_length}: an instance has {chunk.lengths.max()} tokens")
         for epoch in range(duplicates):
             yield draw_static_masks(chunk, mix_keys(seed, epoch, numbers), rules)
 
@@ -315,10 +328,12 @@ def draw_static_masks(instances: Instances, keys: np.ndarray, rules: MaskingRule
     return shown, StaticMasks(offsets, positions[used].astype(np.uint16), labels[used].astype(tokens.dtype))
 
 
-def _write_manifest(args: argparse.Namespace, attributes: ShardAttributes, splits: dict[str, list[dict[str, Any]]]) -> None:
+def _write_manifest(
+    args: argparse.Namespace, attributes: ShardAttributes, splits: dict[str, list[dict[str, Any]]], directory: Path
+) -> None:
     shards = [shard for listed in splits.values() for shard in listed]
     write_manifest(
-        args.output,
+        directory,
         {
             "format": FORMAT if args.writer == "native" else NVIDIA_FORMAT,
             "splits": splits,

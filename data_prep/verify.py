@@ -116,7 +116,10 @@ def verify(path: str | Path, *, vocab: Path | None = None, max_unknown_rate: flo
     reports = []
     for split, file, entry in tqdm(shards, unit="shard", disable=None):
         reports.append(_verify_shard(split, file, entry, words))
-    problems += _problems_of_all(reports, manifest is not None, max_unknown_rate)
+    problems += _problems_of_all(reports, max_unknown_rate)
+    if manifest is not None:
+        # Duplicates of an instance stay in one shard.
+        problems += _uneven(reports, int(manifest.get("creation", {}).get("duplicate_factor", 1)))
     return reports, problems
 
 
@@ -217,7 +220,7 @@ def _differences(shard: Shard, entry: dict[str, Any] | None) -> Iterator[str]:
             yield f"{shard.path.name}: {key} is {value}, {MANIFEST_NAME} says {entry[key]}"
 
 
-def _problems_of_all(reports: list[Report], native: bool, max_unknown_rate: float) -> Iterator[str]:
+def _problems_of_all(reports: list[Report], max_unknown_rate: float) -> Iterator[str]:
     whole = _total(reports, "all")
     if whole.num_instances:
         share, tolerance = whole.num_random / whole.num_instances, 1.5 / whole.num_instances**0.5
@@ -231,10 +234,13 @@ def _problems_of_all(reports: list[Report], native: bool, max_unknown_rate: floa
             f"all shards: {whole.num_unknown / whole.num_tokens:.1%} of the tokens are [UNK], more than {max_unknown_rate:.1%}: "
             "the vocabulary does not fit the text"
         )
-    for split in {report.split for report in reports}:
-        sizes = [report.num_instances for report in reports if report.split == split]
-        if native and not whole.problems and max(sizes) - min(sizes) > 1:
-            yield f"{split} shards: {min(sizes):,} to {max(sizes):,} instances, they should differ by one at most"
+
+
+def _uneven(reports: list[Report], allowed: int) -> Iterator[str]:
+    for split in dict.fromkeys(report.split for report in reports):
+        sizes = [report.num_instances for report in reports if report.split == split and not report.problems]
+        if sizes and max(sizes) - min(sizes) > allowed:
+            yield f"{split} shards: {min(sizes):,} to {max(sizes):,} instances, they should differ by {allowed} at most"
 
 
 def _total(reports: list[Report], split: str) -> Report:
