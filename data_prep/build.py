@@ -259,7 +259,7 @@ class Build:
                         yield from json.loads(line)
 
         self._say(f"training a vocabulary of {self.arguments.train_vocab:,} entries")
-        return train_vocabulary(texts(), self.arguments.train_vocab, self.settings)
+        return train_vocabulary(texts, self.arguments.train_vocab, self.settings)
 
     def _extracted(self, source: Source, work: Path) -> Source:
         number = self.arguments.source.index(source.spec)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,35 +85,69 @@ def vocabulary_hash(words: list[str]) -> str:
     return hashlib.sha256(vocabulary_bytes(words)).hexdigest()
 
 
+def _normalizer(settings: TokenizerSettings) -> Any:
+    from tokenizers import normalizers
+
+    return normalizers.BertNormalizer(lowercase=settings.lowercase)
+
+
 def _new_tokenizer(model: Any, settings: TokenizerSettings) -> Any:
-    from tokenizers import Tokenizer, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, pre_tokenizers
 
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=settings.lowercase)
+    tokenizer.normalizer = _normalizer(settings)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
 
 
-def train_vocabulary(texts: Iterable[str], size: int, settings: TokenizerSettings) -> list[str]:
-    """Train a WordPiece vocabulary; the same texts in the same order give the same words.
+def _alphabet(texts: Iterable[str], settings: TokenizerSettings, limit: int) -> list[str]:
+    """The `limit` most frequent characters after normalisation; ties by code point."""
+    raw: Counter[str] = Counter()
+    for text in texts:
+        raw.update(text)
+    normalise = _normalizer(settings).normalize_str
+    counts: Counter[str] = Counter()
+    for character, count in raw.items():
+        # Character by character, since few are distinct: BERT's normalisation does not look at neighbours.
+        for normalised in normalise(character):
+            if not normalised.isspace():
+                counts[normalised] += count
+    return sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:limit]
 
-    Args:
-        texts: any pieces of text.
-        size: entries wanted; a small corpus gives fewer.
-    """
+
+def _train(texts: Iterable[str], size: int, settings: TokenizerSettings, reserved: list[str], alphabet: list[str]) -> list[str]:
     from tokenizers import models, trainers
 
     tokenizer = _new_tokenizer(models.WordPiece(unk_token="[UNK]"), settings)
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=reserved,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
         continuing_subword_prefix=settings.word_pieces_prefix,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    # Reserved words keep the size a round number where the corpus is too small for more pieces.
     return sorted(ids, key=ids.__getitem__)
+
+
+def train_vocabulary(texts: Callable[[], Iterable[str]], size: int, settings: TokenizerSettings) -> list[str]:
+    """Train a WordPiece vocabulary; the same texts give the same words in the same order, run after run.
+
+    The library numbers the continuing characters (##a, ##b, ...) in the order of a hash table that differs from process to
+    process, and breaks ties between merges by these numbers. So a first pass without merges finds them, and they are handed
+    to the second in sorted order. At most a quarter of the vocabulary is single characters; the rarest become [UNK].
+
+    Args:
+        texts: returns the pieces of text; called once a pass.
+        size: entries wanted; a small corpus gives fewer.
+    """
+    alphabet = _alphabet(texts(), settings, max(size // 8, 1))
+    prefix = settings.word_pieces_prefix
+    found = _train(texts(), 0, settings, list(SPECIAL_TOKENS), alphabet)
+    continuing = sorted(word for word in found if word.startswith(prefix) and len(word) == len(prefix) + 1)
+    return _train(texts(), size, settings, [*SPECIAL_TOKENS, *continuing], alphabet)
 
 
 class Encoder:
@@ -156,9 +191,3 @@ class Encoder:
 
 def settings_dict(settings: TokenizerSettings) -> dict[str, Any]:
     return {"type": "WordPiece", **asdict(settings)}
-
-
-def pieces(texts: Iterable[list[str]]) -> Iterator[str]:
-    """Flatten documents into sentences, for training a vocabulary."""
-    for sentences in texts:
-        yield from sentences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import resource
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 import tempo
+from data_prep.shards import MissingSplitError
 from models.config import BertConfig
 from pretrain import checkpoint
 from pretrain.config import Config, UserError, to_dict
@@ -23,6 +25,8 @@ from pretrain.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
     from pretrain.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENT_NAME = "environment.json"
 # Keys that must not change between the parts of one training: each would silently bend the curve.
@@ -68,8 +72,9 @@ def open_data(config: Config) -> tuple[PretrainingData, PretrainingData | None]:
         return train_data, PretrainingData(data.eval_path, **settings)
     try:
         return train_data, PretrainingData(data.path, split="eval", **settings)
-    except ValueError as error:
-        raise UserError(f"train.eval_every is {config.train.eval_every}, but {error}; or set train.eval_every to 0") from error
+    except MissingSplitError as error:
+        log.warning("training goes on without evaluation: %s", error)
+        return train_data, None
 
 
 def model_config(config: Config, data: PretrainingData) -> BertConfig:
