@@ -351,8 +351,7 @@ class Build:
         for file in files.values():
             file.close()
         dtypes = {name: dtype or store.tokens.dtype for name, dtype in _INSTANCE_FILES.items()}
-        arrays = {name: map_array(directory / f"{name}.bin", dtypes[name]) for name in _INSTANCE_FILES}
-        return self._write_shards(split, arrays)
+        return self._write_shards(split, {name: map_array(directory / f"{name}.bin", dtypes[name]) for name in _INSTANCE_FILES})
 
     def _write_shards(self, split: str, arrays: dict[str, np.ndarray]) -> list[ShardSummary]:
         labels = arrays["is_random_next"]

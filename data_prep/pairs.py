@@ -143,7 +143,7 @@ class PairMaker:
         """
         rows = [pair for place in places for pair in self.pairs(place, pass_number)]
         if not rows:
-            return self.store.tokens[:0], *(np.zeros(0, t) for t in (np.int64, np.uint16, np.uint8))
+            return self.store.tokens[:0], np.zeros(0, np.int64), np.zeros(0, np.uint16), np.zeros(0, np.uint8)
         a_start, a_end, b_start, b_end, is_random = np.array(rows, dtype=np.int64).T
         length_a, length_b = a_end - a_start, b_end - b_start
         lengths = length_a + length_b + NUM_SPECIAL

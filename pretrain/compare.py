@@ -174,7 +174,7 @@ def draw(runs: list[Run], summaries: list[Summary], path: Path, window: int) -> 
     if any(value is not None for value in saved):
         _draw_bars(axes[1][1], summaries, saved, "kept for the backward pass, bytes per token", ",.0f")
     else:
-        peak = [s.peak_memory_bytes / 2**30 for s in summaries]
+        peak: list[float | None] = [s.peak_memory_bytes / 2**30 for s in summaries]
         _draw_bars(axes[1][1], summaries, peak, "peak memory, GiB", ".2f")
     save_figure(figure, path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,16 @@ class MicroBatches(Dataset):
         batch["num_global_tokens"], batch["num_global_predictions"] = totals
         batch["is_last"] = chunk == len(self.chunks) - 1
         return batch
+
+
+def _outlive_first_signal(worker: int) -> None:
+    """Set up a worker process: a signal to the whole process group is for the trainer, which still needs its batches.
+
+    Ctrl-C and Slurm's warning are ignored, and so is the first SIGTERM; a second one, such as Python sends at exit, ends it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class _Endless(Sampler[int]):
@@ -115,5 +126,6 @@ def micro_batches(
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=4 if num_workers else None,
+        worker_init_fn=_outlive_first_signal,
         multiprocessing_context=multiprocessing_context if num_workers else None,
     )

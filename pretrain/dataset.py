@@ -137,9 +137,11 @@ class PretrainingData:
         return wanted or longest
 
     def _check_manifest(self, split: str) -> None:
+        self._vocab_in_manifest = None
         manifest = read_manifest(self.path) if self.path.is_dir() else None
         if manifest is None:
             return
+        self._vocab_in_manifest = manifest.get("vocab", {}).get("size")
         for shard, listed in zip(self.shards, manifest["splits"][split], strict=True):
             if (shard.num_instances, shard.content_hash) != (listed["num_instances"], listed["content_hash"]):
                 raise ValueError(
@@ -173,7 +175,8 @@ class PretrainingData:
 
     @property
     def vocab_size(self) -> int | None:
-        return self.shards[0].attributes.vocab_size
+        """Entries of the vocabulary; None where the data does not say (NVIDIA's shards without our manifest)."""
+        return self.shards[0].attributes.vocab_size or self._vocab_in_manifest
 
     @property
     def vocab_hash(self) -> str | None:

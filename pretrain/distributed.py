@@ -81,7 +81,7 @@ def start(device: str) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    where = torch.device(device, local_rank if device == "cuda" else None)
+    where = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return Ranks(0, 1, where)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)

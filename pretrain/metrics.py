@@ -48,14 +48,16 @@ class MetricsFile:
     def __init__(self, run: Path) -> None:
         self.path = run / METRICS_NAME
 
-    def keep_until(self, step: int) -> None:
-        """Drop lines after `step`: training resumes there and will write them again."""
+    def keep_until(self, step: int) -> int:
+        """Drop lines after `step`: training resumes there and will write them again. Return the last step there was."""
         if not self.path.exists():
-            return
-        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+            return 0
+        rows = read_metrics(self.path)
         unfinished = self.path.with_suffix(".part")
-        unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+        unfinished.write_text(kept, encoding="utf-8")
         unfinished.replace(self.path)
+        return max((row["step"] for row in rows), default=0)
 
     def append(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -70,23 +72,22 @@ class WandbMirror:
         mode: disabled, offline or online.
         settings: project, entity, group, name, tags.
         config: the run's configuration.
-        resumed_from: step that a resumed run continues from; lines up to it are there already.
+        last_logged: step of the last line that was logged before a crash; a resumed run does not log up to there twice.
     """
 
-    def __init__(self, run: Path, *, mode: str, settings: dict[str, Any], config: dict[str, Any], resumed_from: int = 0) -> None:
+    def __init__(self, run: Path, mode: str, settings: dict[str, Any], config: dict[str, Any], last_logged: int = 0) -> None:
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_QUEUE_LINES)
         self._thread: threading.Thread | None = None
+        self._last_logged = last_logged
         if mode == "disabled":
             return
         settings = {**settings, "name": settings.get("name") or run.name}
         arguments = {**settings, "dir": str(run), "mode": mode, "config": config, "id": _wandb_id(run), "resume": "allow"}
-        self._resumed_from = resumed_from
         self._thread = threading.Thread(target=self._work, args=(arguments,), name="wandb", daemon=True)
         self._thread.start()
 
     def _work(self, arguments: dict[str, Any]) -> None:
         try:
-            # The run's own signal handling stays as it is.
             os.environ.setdefault("WANDB_SILENT", "true")
             import wandb
 
@@ -102,7 +103,7 @@ class WandbMirror:
 
     def log(self, row: dict[str, Any]) -> None:
         """Hand a line over; never waits."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive() or row["step"] <= self._last_logged:
             return
         try:
             self._lines.put_nowait(row)

@@ -116,10 +116,10 @@ class Lamb(torch.optim.Optimizer):
         if group["weight_decay"] != 0:
             torch._foreach_add_(update, weights, alpha=group["weight_decay"])
         if group["weight_decay"] != 0 or self.nvlamb:
-            torch._foreach_mul_(update, self._trust_ratios(weights, update))
+            torch._foreach_mul_(update, self._trust_ratios(weights, list(update)))
         torch._foreach_add_(weights, update, alpha=-group["lr"])
         if any(p.dtype != torch.float32 for p in parameters):
-            torch._foreach_copy_(parameters, weights)
+            torch._foreach_copy_(list[Tensor](parameters), weights)
 
     @staticmethod
     def _trust_ratios(weights: list[Tensor], update: list[Tensor]) -> list[Tensor]:

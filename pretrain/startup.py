@@ -157,7 +157,6 @@ def _saved_bytes_per_token(trainer: Trainer) -> float:
     count = min(trainer.config.train.micro_batch_size, 4)
     batch = trainer._to_device({**trainer.data.batch(0, count), "first_sample": 0})
     trainer.model.train()
-    rng = tempo.make_rng(0, 0, trainer.device)
     saved = tempo.saved_bytes(
         trainer.model,
         batch["input_ids"],
@@ -166,7 +165,7 @@ def _saved_bytes_per_token(trainer: Trainer) -> float:
         batch["labels"],
         batch["next_sentence_label"],
         masked_positions=batch["masked_positions"],
-        rng=rng,
+        rng=batch["rng"],
     )
     return saved.total_bytes / batch["input_ids"].numel()
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import signal
-import sys
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +22,14 @@ import tempo
 from data_prep.masking import mix_keys
 from models.bert import BertForPreTraining, BertOutput
 from pretrain import checkpoint, distributed, startup
-from pretrain.config import Config, UserError, to_dict
+from pretrain.config import Config, to_dict
 from pretrain.data import micro_batches, split_batch
 from pretrain.metrics import MetricsFile, WandbMirror
 from pretrain.optimizer import Lamb, build_optimizer, global_grad_norm
 from pretrain.plotting import plot_run
-from pretrain.progress import progress_bar
+from pretrain.progress import Clock, Progress, Sums, progress_bar
 from pretrain.schedule import learning_rate
+from pretrain.signals import StopSignal
 
 log = logging.getLogger(__name__)
 
@@ -42,52 +40,6 @@ MIN_LOSS_SCALE = 2.0**-14
 
 class TrainingFailed(RuntimeError):
     """Training cannot go on; the message says why and which checkpoint is good."""
-
-
-@dataclass
-class Progress:
-    """Where training stands; the part of a checkpoint that is not tensors.
-
-    Attributes:
-        step: optimizer steps done; a skipped step does not count, and does not move the learning rate.
-        samples: sequences consumed, those of skipped steps included.
-        tokens: real tokens consumed.
-        skipped_steps: global batches whose gradient was not finite.
-    """
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    skipped_steps: int = 0
-
-
-@dataclass
-class Sums:
-    """Sums over the micro-batches of one rank, kept on the device until a line is logged."""
-
-    device: torch.device
-    values: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        # mlm loss, nsp loss, mlm hits, nsp hits, predicted tokens, sequences
-        self.values = torch.zeros(6, dtype=torch.float64, device=self.device)
-
-    def add(self, output: BertOutput, num_sequences: int) -> None:
-        parts = (output.mlm_loss_sum, output.nsp_loss_sum, output.num_mlm_correct, output.num_nsp_correct, output.num_masked)
-        self.values[:5] += torch.stack([part.detach().double() for part in parts])  # type: ignore[union-attr]
-        self.values[5] += num_sequences
-
-    def means(self, ranks: distributed.Ranks) -> dict[str, float]:
-        """Sum over the ranks and divide; waits for the device, so only where a line is logged."""
-        mlm, nsp, mlm_hits, nsp_hits, predicted, sequences = ranks.sum_(self.values.clone()).tolist()
-        predicted, sequences = max(predicted, 1.0), max(sequences, 1.0)
-        return {
-            "loss": mlm / predicted + nsp / sequences,
-            "mlm_loss": mlm / predicted,
-            "nsp_loss": nsp / sequences,
-            "mlm_accuracy": mlm_hits / predicted,
-            "nsp_accuracy": nsp_hits / sequences,
-        }
 
 
 class Trainer:
@@ -117,7 +69,7 @@ class Trainer:
         self.last_checkpoint = self._load_weights()
         self.ranked_model = self.ranks.wrap(self.model)
         self.consecutive_skips = 0
-        self.stop_signal: int | None = None
+        self.stop = StopSignal()
 
     # ---- the loop ----
 
@@ -129,28 +81,30 @@ class Trainer:
             self._say(f"{self.run_dir} is complete at step {progress.step}; nothing to do")
             return
         self._open_outputs()
-        with self._catching_signals(), progress_bar("pretraining", progress.step, last_step, self.ranks.is_main) as bar:
+        with self.stop, progress_bar("pretraining", progress.step, last_step, self.ranks.is_main) as bar:
             batches = iter(self._micro_batches())
-            clock = _Clock()
-            while progress.step < last_step and not self.ranks.any(self.stop_signal is not None):
+            clock = Clock()
+            while progress.step < last_step and not self.ranks.any(self.stop.requested):
                 step_before = progress.step
                 sums, grad_norm = self._train_step(batches)
                 clock.add(train.global_batch_size)
                 if progress.step == step_before:
                     continue
                 bar.update()
-                evaluates = self._due(train.eval_every, last_step) and self.eval_data is not None
-                if self._due(train.log_every, last_step) or evaluates:
+                evaluates = self._due(train.eval_every) and self.eval_data is not None
+                saves = self._due(train.checkpoint_every)
+                if self._due(train.log_every) or evaluates:
                     self._log(sums, grad_norm, clock.read(), evaluates, bar)
-                if self._due(train.checkpoint_every, last_step):
+                if saves:
                     self._save()
-                if evaluates or self._due(train.checkpoint_every, last_step):
+                if evaluates or saves:
                     clock.restart()
         self._finish()
 
-    def _due(self, every: int, last_step: int) -> bool:
+    def _due(self, every: int) -> bool:
+        """Whether something that happens every so many steps (0: never), and at the very last, happens now."""
         step = self.progress.step
-        return every > 0 and (step % every == 0 or step == last_step)
+        return every > 0 and (step % every == 0 or step == self.config.train.max_steps)
 
     def _train_step(self, batches: Any) -> tuple[Sums, float]:
         """One global batch: forward and backward over its micro-batches, then one optimizer step or none."""
@@ -163,7 +117,7 @@ class Trainer:
             with self._reducing_gradients(batch["is_last"]):
                 output = self._forward(batch)
                 # Means over the global batch, so that no split of it changes the gradient; DDP divides by the ranks again.
-                loss = output.mlm_loss_sum / max(batch["num_global_predictions"], 1)  # type: ignore[operator]
+                loss = output.mlm_loss_sum / max(batch["num_global_predictions"], 1)
                 loss = loss + output.nsp_loss_sum / self.config.train.global_batch_size  # type: ignore[operator]
                 self.scaler.scale(loss * self.ranks.world_size).backward()
             sums.add(output, len(batch["input_ids"]))
@@ -183,7 +137,7 @@ class Trainer:
             batch["labels"],
             batch["next_sentence_label"],
             masked_positions=batch["masked_positions"],
-            rng=tempo.make_rng(self.config.train.seed, batch["first_sample"], self.device),
+            rng=batch["rng"],
         )
 
     def _optimizer_step(self) -> float:
@@ -246,6 +200,7 @@ class Trainer:
         )
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        batch = {**batch, "rng": tempo.make_rng(self.config.train.seed, batch["first_sample"])}
         return {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
     # ---- evaluation and logging ----
@@ -302,11 +257,11 @@ class Trainer:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(self.run_dir)
-        self.metrics.keep_until(self.progress.step)
+        last_logged = self.metrics.keep_until(self.progress.step)
         resolved = to_dict(self.config)
         (self.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
         settings = {k: v for k, v in asdict(self.config.wandb).items() if k != "mode"}
-        self.wandb = WandbMirror(self.run_dir, mode=self.config.wandb.mode, settings=settings, config=resolved)
+        self.wandb = WandbMirror(self.run_dir, self.config.wandb.mode, settings, resolved, last_logged)
         self._say(startup.describe_run(self))
 
     def _load_weights(self) -> Path | None:
@@ -352,50 +307,7 @@ class Trainer:
         if not self.ranks.is_main:
             return
         self.wandb.finish()
-        if self.stop_signal is not None:
-            name = signal.Signals(self.stop_signal).name
-            self._say(f"{name}: saved step {self.progress.step}; the same command goes on from there")
+        if self.stop.requested:
+            self._say(f"{self.stop.name}: saved step {self.progress.step}; the same command goes on from there")
         else:
             self._say(f"done: step {self.progress.step}; curve in {self.run_dir / 'loss_curve.png'}")
-
-    @contextlib.contextmanager
-    def _catching_signals(self) -> Any:
-        """SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C: finish the step, save, exit 0. A second Ctrl-C ends at once."""
-
-        def stop(number: int, frame: Any) -> None:
-            if number == signal.SIGINT and self.stop_signal is not None:
-                raise KeyboardInterrupt
-            self.stop_signal = number
-            print(f"{signal.Signals(number).name}: finishing the step", file=sys.stderr, flush=True)
-
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        before = {number: signal.signal(number, stop) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-class _Clock:
-    """Throughput since the last reading, evaluation and checkpoints left out."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self._start, self._samples, self._steps = time.perf_counter(), 0, 0
-
-    def add(self, samples: int) -> None:
-        self._samples += samples
-        self._steps += 1
-
-    def read(self) -> tuple[float, float]:
-        """Return (sequences per second, seconds per step) and start again."""
-        elapsed = max(time.perf_counter() - self._start, 1e-9)
-        rates = self._samples / elapsed, elapsed / max(self._steps, 1)
-        self.restart()
-        return rates
-
-
-__all__ = ["Progress", "Trainer", "TrainingFailed", "UserError"]
