@@ -16,10 +16,14 @@ OP_NAMES: list[str] = []
 
 
 def define(schema: str, reference: Callable, fake: Callable) -> None:
-    """Register an op: its schema, the pure-PyTorch reference, and the shapes it returns."""
+    """Register an op: its schema, the pure-PyTorch reference, and the shapes it returns.
+
+    The reference is also the op `reference_<name>`: a kernel hands over to it what it does not serve (float64, for example).
+    """
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    for prefix in ("", "reference_"):
+        _LIBRARY.define(prefix + schema)
+        _LIBRARY.impl(prefix + name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tempo::{name}", fake, lib=_LIBRARY)
     OP_NAMES.append(name)
 

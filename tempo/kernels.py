@@ -1,10 +1,46 @@
-"""Which implementation the dispatcher takes for each op."""
+"""The compiled kernels: loads them where they are built, and tells which implementation the dispatcher takes for each op."""
 
 from __future__ import annotations
+
+import ctypes
+from pathlib import Path
 
 import torch
 
 from tempo._library import OP_NAMES
+
+
+def _load() -> Path | None:
+    """Load the compiled library beside this file; None where it was not built.
+
+    Raises:
+        ImportError: it is there but does not load, or there are several.
+    """
+    found = sorted(Path(__file__).parent.glob("_C*.so"))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ImportError(f"several compiled libraries of tempo, of which one must be stale: {', '.join(map(str, found))}")
+    try:
+        torch.ops.load_library(str(found[0]))
+    except OSError as error:
+        raise ImportError(
+            f"the compiled kernels {found[0]} do not load with torch {torch.__version__}: {error}. Build them again"
+            " (pip install --force-reinstall --no-deps .), or delete that file to run the PyTorch references"
+        ) from error
+    return found[0]
+
+
+LIBRARY_PATH = _load()
+
+
+def cpu_instruction_set() -> str | None:
+    """Return "baseline", "avx2" or "avx512", which the CPU kernels use here; None where they are not built."""
+    if LIBRARY_PATH is None:
+        return None
+    name = ctypes.CDLL(str(LIBRARY_PATH)).tempo_cpu_isa
+    name.restype = ctypes.c_char_p
+    return name().decode()
 
 
 def implementation(op: str, device_type: str) -> str:
