@@ -21,8 +21,11 @@ def _masked_scores(scores: Tensor, mask: Tensor | None, scale: float, causal: bo
     """Scale and mask in float32. Masked places hold its lowest number: a row with none left stays finite and uniform."""
     wide = scores.to(arithmetic_dtype(scores.dtype)) * scale
     lowest = torch.finfo(wide.dtype).min
-    if mask is not None:
-        wide = wide.masked_fill(~mask, lowest) if mask.dtype == torch.bool else (wide + mask).clamp(min=lowest)
+    if mask is not None and mask.dtype == torch.bool:
+        wide = wide.masked_fill(~mask, lowest)
+    elif mask is not None:
+        # An additive mask hides where it holds its own dtype's lowest number or -inf, whatever the score there.
+        wide = (wide + mask).masked_fill(mask <= torch.finfo(mask.dtype).min, lowest)
     if causal:
         num_queries, num_keys = scores.shape[-2:]
         future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
@@ -51,8 +54,7 @@ def _backward(grad_dropped: Tensor, probabilities: Tensor, scale: float, p: floa
 
 
 define(
-    "softmax_dropout_forward(Tensor(a!) scores, Tensor? mask, float scale, float p, Tensor rng, int site, bool causal)"
-    " -> Tensor",
+    "softmax_dropout_forward(Tensor(a!) scores, Tensor? mask, float scale, float p, Tensor rng, int site, bool causal) -> Tensor",
     _forward,
     lambda scores, mask, scale, p, rng, site, causal: scores.new_empty(0) if p == 0.0 else torch.empty_like(scores),
 )

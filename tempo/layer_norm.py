@@ -152,7 +152,7 @@ class InplaceLayerNorm(nn.LayerNorm):
     """
 
     def __init__(self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-12, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, eps=eps, **kwargs)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps=eps, **kwargs)
         if len(self.normalized_shape) != 1:
             raise ValueError(f"InplaceLayerNorm normalises one dimension, got {list(self.normalized_shape)}")
 
