@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import sys
 from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
@@ -21,6 +25,15 @@ _KEYS = {
     f"{section}.{f.name}": f
     for section, kind in _SECTIONS.items()
     for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+}
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple: "two numbers such as [0.9, 0.999]",
+    list: "a list such as [a, b]",
+    NoneType: "null",
 }
 
 
@@ -62,6 +75,26 @@ def _check_unknown(arguments: list[str]) -> None:
             _refuse_unknown(name[2:], "the command line")
 
 
+def _describe_type(kind: Any) -> str:
+    """What a key of this type takes, in words."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    name = get_origin(kind) or kind
+    return _TYPE_NAMES[name] if name in _TYPE_NAMES else " or ".join(map(_describe_type, get_args(kind)))
+
+
+def _say_what_is_allowed(message: str) -> str:
+    """Turn jsonargparse's message about an ill-typed value into one that a user can act on; others stay as they are."""
+    found = re.search(r'Parser key "([\w.]+)".*(?:Got|Given) value: (.*)', message, re.DOTALL)
+    if found is None or found[1] not in _KEYS:
+        return message
+    key, value = found[1], found[2].strip()
+    section, name = key.split(".")
+    kind = get_type_hints(_SECTIONS[section])[name]
+    hint = suggest(value, [str(choice) for choice in get_args(kind)]) if get_origin(kind) is Literal else ""
+    return f"{key} must be {_describe_type(kind)}, got {value!r}{hint}"
+
+
 def build_parser() -> ArgumentParser:
     """Return the command line's parser; every key of every section is an option."""
     parser = ArgumentParser(
@@ -89,13 +122,16 @@ def _check(config: Config) -> None:
         "train.max_steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
         "train.eval_every": 0, "train.eval_samples": 1, "train.checkpoint_every": 1, "train.keep_checkpoints": 1,
         "train.num_threads": 0, "train.max_consecutive_skips": 1, "data.num_workers": 0, "data.max_predictions_per_seq": 1,
-        "optimizer.learning_rate": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.max_grad_norm": 0,
+        "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.max_grad_norm": 0,
+        "train.stop_after_steps": 1,
     }  # fmt: skip
     for key, least in at_least.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if not value >= least:
+        if value is not None and not value >= least:
             raise UserError(f"{key} must be at least {least}, got {value}")
+    if not 0.0 < config.optimizer.learning_rate < math.inf:
+        raise UserError(f"optimizer.learning_rate must be positive and finite, got {config.optimizer.learning_rate}")
     if not 0.0 < data.mask_probability < 1.0:
         raise UserError(f"data.mask_probability must lie between 0 and 1, got {data.mask_probability}")
     if not train.initial_loss_scale > 0:
@@ -126,7 +162,7 @@ def parse(arguments: list[str] | None = None) -> Config:
     try:
         namespace = parser.parse_args(arguments)
     except ArgumentError as error:
-        raise UserError(str(error)) from error
+        raise UserError(_say_what_is_allowed(str(error))) from error
     sections = {
         section: kind(**{f.name: namespace[section][f.name] for f in dataclasses.fields(kind)})  # type: ignore
         for section, kind in _SECTIONS.items()
