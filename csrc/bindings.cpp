@@ -338,9 +338,18 @@ tempo::SoftmaxShape softmax_shape(const Tensor& scores, double scale, bool causa
   return shape;
 }
 
+float lowest_number(ScalarType type) {
+  switch (type) {
+    case ScalarType::Half: return -65504.0f;
+    case ScalarType::BFloat16: return -3.38953139e+38f;
+    default: return -3.402823466e+38f;
+  }
+}
+
 // The mask with unit stride over the keys, its broadcast dimensions with stride 0; returned to keep it alive.
 Tensor set_mask(tempo::SoftmaxShape& shape, const Tensor& given, const Tensor& scores) {
   const bool is_bool = given.scalar_type() == ScalarType::Bool;
+  shape.hiding = lowest_number(given.scalar_type());
   Tensor mask = given;
   if (!is_bool && given.scalar_type() != ScalarType::Float)
     mask = torch::stable::to(given, std::make_optional(ScalarType::Float));

@@ -35,8 +35,8 @@ TEMPO_INLINE vfloat masked(vfloat v, const SoftmaxShape& shape, int64_t offset, 
     return attend != 0 ? v : splat(kLowest);
   }
   if (shape.added_mask) {
-    v += one ? splat(shape.added_mask[offset]) : load(shape.added_mask + offset + i, part);
-    return v < kLowest ? splat(kLowest) : v;  // NaN stays
+    vfloat added = one ? splat(shape.added_mask[offset]) : load(shape.added_mask + offset + i, part);
+    return added <= shape.hiding ? splat(kLowest) : v + added;
   }
   return v;
 }

@@ -38,6 +38,7 @@ struct SoftmaxShape {
   bool causal;
   const uint8_t* bool_mask;   // 1 = attend; at most one of the masks is not null
   const float* added_mask;
+  float hiding;               // an added mask hides where it is not above this: the lowest number of the dtype it came in
   int64_t mask_strides[4];    // in elements; 0 where broadcast
 };
 
