@@ -88,7 +88,21 @@ install_requirements() {
   cp "$requirements" "$stamp"
 }
 
+# The compiled layers, built in place (tempo/_C.so); again only where their sources or PyTorch changed.
+build_kernels() {
+  local stamp=.venv/built_kernels.txt sources
+  sources=$(cat setup.py csrc/*.cpp csrc/*/*.cpp csrc/*/*.h tempo/_library.py | cksum)
+  sources="$sources $(.venv/bin/python -c 'import torch; print(torch.__version__)')"
+  if ls tempo/_C*.so >/dev/null 2>&1 && [ "$(cat "$stamp" 2>/dev/null)" = "$sources" ]; then
+    return
+  fi
+  say "Building the compiled layers"
+  .venv/bin/pip install --no-build-isolation --no-deps --editable .
+  echo "$sources" >"$stamp"
+}
+
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 make_environment
 install_torch
 install_requirements
+build_kernels
