@@ -1,0 +1,132 @@
+// Runs every CPU kernel on buffers of exactly the size it may touch; built with ASan and UBSan by test_sanitizers.py.
+// Prints one line per instruction set: a checksum of all results, which also shows that every call was made.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "common/cpu_kernels.h"
+
+namespace {
+
+using tempo::cpu_kernels;
+
+double checksum = 0.0;
+
+// An array on the heap of exactly `count` elements: the sanitizer guards both ends.
+template <class T>
+struct Exact {
+  std::unique_ptr<T[]> data;
+  int64_t count;
+  explicit Exact(int64_t n) : data(new T[n]()), count(n) {}
+  T* get() { return data.get(); }
+};
+
+struct Values {  // numbers of one dtype, with some special ones
+  int dtype;
+  Exact<unsigned char> bytes;
+  Values(int type, int64_t count, int seed) : dtype(type), bytes(count * (type == tempo::kFloat ? 4 : 2)) {
+    for (int64_t i = 0; i < count; ++i) {
+      float x = 4.0f * std::sin(0.7f * (float)(i * (seed + 3)) + (float)seed);
+      if (i % 97 == 13) x = -0.0f;
+      if (seed == 1 && i % 101 == 50) x = 1e30f;
+      set(i, x);
+    }
+  }
+  void set(int64_t i, float x) {
+    if (dtype == tempo::kFloat) {
+      reinterpret_cast<float*>(bytes.get())[i] = x;
+    } else {
+      uint32_t bits;
+      __builtin_memcpy(&bits, &x, 4);
+      reinterpret_cast<uint16_t*>(bytes.get())[i] = (uint16_t)(bits >> 16);
+    }
+  }
+  void* get() { return bytes.get(); }
+  void add_to_checksum() {
+    for (int64_t i = 0; i < bytes.count; ++i) checksum += bytes.get()[i] * (double)(i % 7 + 1);
+  }
+};
+
+tempo::DropoutDraw draw(double p) {
+  return {0x123456789abcdefull, 7, (1ull << 34) + 3, (uint64_t)std::nearbyint(p * 4294967296.0), (float)(p < 1 ? 1 / (1 - p) : 0)};
+}
+
+void run_dropout(int dtype, int64_t n) {
+  for (double p : {0.1, 1.0}) {
+    Values x(dtype, n, 1), y(dtype, n, 0);
+    int64_t middle = n / 2;
+    cpu_kernels().dropout(dtype, x.get(), y.get(), draw(p), 0, middle);
+    cpu_kernels().dropout(dtype, x.get(), y.get(), draw(p), middle, n);
+    y.add_to_checksum();
+  }
+}
+
+void run_gelu(int dtype, int64_t n) {
+  for (bool tanh_form : {false, true})
+    for (int side_bits : {1, 4}) {
+      const tempo::GeluForm form{tanh_form, side_bits};
+      Values x(dtype, n, 1), grad(dtype, n, 2), dx(dtype, n, 0);
+      Exact<uint8_t> side((n * side_bits + 7) / 8);
+      int64_t middle = n / 2 / tempo::kGeluTile * tempo::kGeluTile;
+      for (auto [begin, end] : {std::pair<int64_t, int64_t>{0, middle}, {middle, n}}) {
+        cpu_kernels().gelu_forward(dtype, x.get(), x.get(), side.get(), form, begin, end);
+        cpu_kernels().gelu_backward(dtype, grad.get(), x.get(), side.get(), dx.get(), form, begin, end);
+      }
+      x.add_to_checksum();
+      dx.add_to_checksum();
+    }
+}
+
+void run_layer_norm(int dtype, int64_t columns) {
+  const int64_t rows = 3, num_exact = columns < 4 ? columns : 4;
+  const int64_t padded = (columns + tempo::kColumnPadding - 1) / tempo::kColumnPadding * tempo::kColumnPadding;
+  Values x(dtype, rows * columns, 0), y(dtype, rows * columns, 0), exact(dtype, rows * num_exact, 0), grad(dtype, rows * columns, 2);
+  Exact<float> gamma(padded), inverse(padded), beta(padded), rstd(rows), dgamma(padded), dbeta(padded);
+  Exact<int64_t> columns_kept(num_exact);
+  for (int64_t i = 0; i < columns; ++i) gamma.get()[i] = 0.5f + (float)(i % 5), inverse.get()[i] = 1.0f / gamma.get()[i];
+  for (int64_t k = 0; k < num_exact; ++k) columns_kept.get()[k] = columns - num_exact + k, inverse.get()[columns - num_exact + k] = 0.0f;
+  const tempo::LayerNormShape shape{columns, num_exact, columns_kept.get()};
+  cpu_kernels().layer_norm_forward(dtype, x.get(), gamma.get(), beta.get(), 1e-12f, y.get(), rstd.get(), exact.get(), shape, 0, rows);
+  cpu_kernels().layer_norm_backward(dtype, grad.get(), y.get(), rstd.get(), gamma.get(), inverse.get(), beta.get(), exact.get(),
+                                    x.get(), dgamma.get(), dbeta.get(), shape, 0, rows);
+  y.add_to_checksum();
+  x.add_to_checksum();
+}
+
+void run_softmax(int dtype, int64_t keys) {
+  const int64_t batch = 2, heads = 2, queries = 3, count = batch * heads * queries * keys;
+  Exact<uint8_t> bool_mask(batch * keys);
+  for (int64_t i = 0; i < bool_mask.count; ++i) bool_mask.get()[i] = i % 3 != 0;
+  Exact<float> added_mask(heads * queries * keys), row(keys + tempo::kRowPadding);
+  Exact<uint32_t> words(keys + tempo::kRowPadding);
+  for (int kind = 0; kind < 3; ++kind)
+    for (double p : {0.0, 0.3, 1.0}) {
+      tempo::SoftmaxShape shape{heads, queries, keys, 0.125f, kind == 0, nullptr, nullptr, -3.4e38f, {0, 0, 0, 0}};
+      if (kind == 1) shape.bool_mask = bool_mask.get(), shape.mask_strides[0] = keys, shape.mask_strides[3] = 1;
+      if (kind == 2) {
+        shape.added_mask = added_mask.get();
+        shape.mask_strides[1] = queries * keys, shape.mask_strides[2] = keys, shape.mask_strides[3] = 1;
+      }
+      Values scores(dtype, count, 0), dropped(dtype, count, 0), grad(dtype, count, 2);
+      void* kept = p == 0.0 ? nullptr : dropped.get();
+      cpu_kernels().softmax_dropout_forward(dtype, scores.get(), kept, shape, draw(p), row.get(), words.get(), 0, 12);
+      cpu_kernels().softmax_dropout_backward(dtype, grad.get(), scores.get(), kept, shape, draw(p), words.get(), 0, 12);
+      scores.add_to_checksum();
+      grad.add_to_checksum();
+    }
+}
+
+}  // namespace
+
+int main() {
+  for (int dtype : {tempo::kFloat, tempo::kBFloat16})
+    for (int64_t size : {1, 2, 7, 15, 16, 17, 33, 127, 1023, 1024, 1025, 1500, 4097}) {
+      run_dropout(dtype, size);
+      run_gelu(dtype, size);
+      run_layer_norm(dtype, size);
+      run_softmax(dtype, size);
+    }
+  std::printf("%s %.17g\n", cpu_kernels().name, checksum);
+}
