@@ -109,7 +109,7 @@ def problem_with(checkpoint: Path) -> str | None:
                 return f"{name} does not have the hash that {_PROGRESS} lists"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_PROGRESS} is not readable ({error})"
     return None
 
@@ -174,9 +174,14 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
     model.load_state_dict(state)
 
 
-def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints (at least one)."""
-    for old in list_checkpoints(run)[: -max(keep, 1)]:
+def prune(run: Path, keep: int, step: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints (at least one), of those up to `step`.
+
+    Later ones, which a run that went back to an older checkpoint left behind, are removed too: they are not of this training.
+    """
+    found = list_checkpoints(run)
+    current = [path for path in found if step is None or step_of(path) <= step]
+    for old in [*current[: -max(keep, 1)], *found[len(current) :]]:
         # Renamed first: a half-removed directory must not look like a checkpoint.
         doomed = old.with_name(f"{_UNFINISHED}pruned_{old.name}")
         old.rename(doomed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 
 from pretrain import distributed
 from pretrain.config import UserError, parse
@@ -34,20 +35,27 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         Trainer(config).run()
         distributed.stop()
-    except TrainingFailed as error:
+    except (TrainingFailed, OSError) as error:
+        # An OSError is a full disk or a file system that went away: the message says which file.
         _end(TRAINING_FAILED, str(error))
-    except ValueError as error:
+    except Exception as error:
         # The library's checks of what the user gave; a ValueError from the depths of PyTorch keeps its traceback.
-        if error.__traceback__ is not None and _raised_here(error):
+        if isinstance(error, ValueError) and _raised_here(error):
             _end(USER_ERROR, str(error))
-        raise
+        traceback.print_exc()
+        _end(TRAINING_FAILED, _describe(error))
+
+
+def _describe(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+        text += "\nout of memory: lower train.micro_batch_size (the curve stays the same), or set train.activation_checkpointing"
+    return text
 
 
 def _raised_here(error: BaseException) -> bool:
     """Whether this project's own code raised the error."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
+    frames = traceback.extract_tb(error.__traceback__)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    filename = traceback.tb_frame.f_code.co_filename if traceback else ""
+    filename = frames[-1].filename if frames else ""
     return filename.startswith(root) and "site-packages" not in filename

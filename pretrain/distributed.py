@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,6 +49,15 @@ class Ranks:
         value = torch.tensor([flag], dtype=torch.int32)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.cpu_group)
         return bool(value.item())
+
+    def agree_on(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the sums of the parameters are the same on every rank; every rank gets the same answer."""
+        if self.world_size == 1:
+            return True
+        total = torch.stack([p.detach().sum(dtype=torch.float64) for p in parameters]).sum()
+        extremes = torch.stack([total, -total])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        return bool(extremes.sum().item() == 0.0)
 
     def from_main(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""

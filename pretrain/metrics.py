@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,26 @@ class MetricsFile:
     def __init__(self, run: Path) -> None:
         self.path = run / METRICS_NAME
 
-    def keep_until(self, step: int) -> int:
-        """Drop lines after `step`: training resumes there and will write them again. Return the last step there was."""
-        if not self.path.exists():
-            return 0
-        rows = read_metrics(self.path)
+    def keep_until(self, step: int, run_before: Path | None = None) -> tuple[list[dict[str, Any]], int]:
+        """Drop lines after `step`: training resumes there and will write them again.
+
+        Args:
+            step: where training resumes; 0 drops all.
+            run_before: the run directory that training resumes from, whose lines are taken over where this run has none.
+
+        Returns:
+            The lines kept, and the last step that this run had logged before.
+        """
+        own = self.path.exists()
+        source = self.path if own or run_before is None else run_before / METRICS_NAME
+        if not source.exists():
+            return [], 0
+        rows = read_metrics(source)
+        kept = [row for row in rows if row["step"] <= step]
         unfinished = self.path.with_suffix(".part")
-        kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-        unfinished.write_text(kept, encoding="utf-8")
+        unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         unfinished.replace(self.path)
-        return max((row["step"] for row in rows), default=0)
+        return kept, max((row["step"] for row in rows), default=0) if own else 0
 
     def append(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -72,19 +83,33 @@ class WandbMirror:
         mode: disabled, offline or online.
         settings: project, entity, group, name, tags.
         config: the run's configuration.
-        last_logged: step of the last line that was logged before a crash; a resumed run does not log up to there twice.
+        rows: lines of the part of the run before this process.
+        last_logged: step of the last line that was logged before a crash; an online run does not log up to there twice.
     """
 
-    def __init__(self, run: Path, mode: str, settings: dict[str, Any], config: dict[str, Any], last_logged: int = 0) -> None:
+    def __init__(
+        self,
+        run: Path,
+        mode: str,
+        settings: dict[str, Any],
+        config: dict[str, Any],
+        rows: Sequence[dict[str, Any]] = (),
+        last_logged: int = 0,
+    ) -> None:
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_QUEUE_LINES)
         self._thread: threading.Thread | None = None
-        self._last_logged = last_logged
+        # Offline, each process leaves a segment under the same id, of which the last one synced stays: it must be complete.
+        starts_over = mode == "offline" or not (run / _WANDB_ID_NAME).exists()
+        self._last_logged = 0 if starts_over else last_logged
+        self._told_full = False
         if mode == "disabled":
             return
         settings = {**settings, "name": settings.get("name") or run.name}
         arguments = {**settings, "dir": str(run), "mode": mode, "config": config, "id": _wandb_id(run), "resume": "allow"}
         self._thread = threading.Thread(target=self._work, args=(arguments,), name="wandb", daemon=True)
         self._thread.start()
+        for row in rows:
+            self.log(row)
 
     def _work(self, arguments: dict[str, Any]) -> None:
         try:
@@ -108,7 +133,9 @@ class WandbMirror:
         try:
             self._lines.put_nowait(row)
         except queue.Full:
-            log.warning("wandb takes no lines; left out: step %s (metrics.jsonl is complete)", row.get("step"))
+            if not self._told_full:
+                log.warning("wandb takes no lines; left out from step %s on (metrics.jsonl is complete)", row["step"])
+            self._told_full = True
 
     def finish(self) -> None:
         """Wait a bounded time for the lines still on their way."""

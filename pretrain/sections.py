@@ -73,7 +73,7 @@ class DataSection:
 
     Args:
         path: directory that `python -m data_prep build` wrote, or NVIDIA HDF5 files (a directory, a file or a glob).
-        eval_path: where the held-out data lies; null takes the eval split of path, if it has one.
+        eval_path: where the held-out data lies: its eval split, or all of it where there is none; null takes path's eval split.
         max_seq_length: length of every row; null takes the shards'.
         max_predictions_per_seq: most predicted tokens per sequence.
         mask_probability: share of the tokens to predict.

@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -18,10 +17,8 @@ import torch
 import tempo
 from data_prep.shards import MissingSplitError
 from models.config import BertConfig
-from pretrain import checkpoint
-from pretrain.config import Config, UserError, to_dict
+from pretrain.config import Config, UserError
 from pretrain.data import PretrainingData
-from pretrain.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
     from pretrain.trainer import Trainer
@@ -29,16 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_NAME = "environment.json"
-# Keys that must not change between the parts of one training: each would silently bend the curve.
-_FIXED_KEYS = (
-    "train.seed",
-    "train.global_batch_size",
-    "data.max_seq_length",
-    "data.max_predictions_per_seq",
-    "data.mask_probability",
-    "data.whole_word_masking",
-    "optimizer.name",
-)
 
 
 def prepare_process(config: Config) -> None:
@@ -68,16 +55,28 @@ def open_data(config: Config) -> tuple[PretrainingData, PretrainingData | None]:
     train_data = PretrainingData(data.path, **settings)
     if config.train.eval_every == 0:
         return train_data, None
-    if data.eval_path is not None:
-        return train_data, PretrainingData(data.eval_path, **settings)
     try:
-        return train_data, PretrainingData(data.path, split="eval", **settings)
+        eval_data = PretrainingData(data.eval_path or data.path, split="eval", **settings)
     except MissingSplitError as error:
-        log.warning("training goes on without evaluation: %s", error)
-        return train_data, None
+        if data.eval_path is None:
+            log.warning("training goes on without evaluation: %s", error)
+            return train_data, None
+        eval_data = PretrainingData(data.eval_path, **settings)
+    _check_same_tokens(train_data, eval_data)
+    return train_data, eval_data
 
 
-def model_config(config: Config, data: PretrainingData) -> BertConfig:
+def _check_same_tokens(train_data: PretrainingData, eval_data: PretrainingData) -> None:
+    for what in ("vocab_hash", "tokenizer"):
+        one, other = getattr(train_data, what), getattr(eval_data, what)
+        if one and other and one != other:
+            raise UserError(
+                f"the held-out data in {eval_data.path} was made with another vocabulary or tokenizer than the training data in"
+                f" {train_data.path} ({what} {other} and {one}): build both with the same --vocab"
+            )
+
+
+def model_config(config: Config, data: PretrainingData, eval_data: PretrainingData | None = None) -> BertConfig:
     """Return the model's configuration; its vocabulary and length are checked against the data."""
     wanted, known = config.model.vocab_size, data.vocab_size
     if known is not None and wanted is not None and wanted != known:
@@ -86,59 +85,18 @@ def model_config(config: Config, data: PretrainingData) -> BertConfig:
             " leave model.vocab_size at null"
         )
     vocab_size = known or wanted or 30522
-    if vocab_size < data.min_vocab_size:
-        raise UserError(
-            f"the data in {data.path} holds token id {data.min_vocab_size - 1}, but the model's vocabulary has {vocab_size}"
-            f" entries: set model.vocab_size to {data.min_vocab_size} or more"
-        )
-    if data.max_seq_length > config.model.max_position_embeddings:
-        raise UserError(
-            f"the rows of {data.path} are {data.max_seq_length} long, but model.max_position_embeddings is"
-            f" {config.model.max_position_embeddings}"
-        )
-    return config.model.bert_config(vocab_size, config.train.activation_checkpointing)
-
-
-# ---- resuming ----
-
-
-def find_checkpoint(config: Config) -> Path | None:
-    """Return the checkpoint to resume from, as `train.resume` says; None starts anew."""
-    run, resume = Path(config.train.output_dir), config.train.resume
-    if run.exists() and not run.is_dir():
-        raise UserError(f"train.output_dir {run} is a file; choose a directory")
-    if resume == "auto":
-        return checkpoint.find_latest_valid(run)
-    if resume != "never":
-        return checkpoint.resolve(resume)
-    if (run / METRICS_NAME).exists() or checkpoint.list_checkpoints(run):
-        raise UserError(
-            f"{run} holds a run already, and train.resume is 'never': choose another train.output_dir, delete {run}, or use"
-            " --train.resume auto to go on"
-        )
-    return None
-
-
-def _get(config: dict[str, Any], key: str) -> Any:
-    section, name = key.split(".")
-    return config.get(section, {}).get(name)
-
-
-def check_resumable(config: Config, data: PretrainingData, saved: dict[str, Any], path: Path) -> None:
-    """Refuse to go on with another seed, batch or data: the curve would bend and nobody would know why."""
-    now = to_dict(config)
-    for key in _FIXED_KEYS:
-        before, after = _get(saved["config"], key), _get(now, key)
-        if before != after:
+    for opened in (data, eval_data) if eval_data is not None else (data,):
+        if vocab_size < opened.min_vocab_size:
             raise UserError(
-                f"{path} was trained with {key} = {before}, and now it is {after}: set it back, or start a new run with"
-                f" --train.init_from {path} and another --train.output_dir"
+                f"the data in {opened.path} holds token id {opened.min_vocab_size - 1}, but the model's vocabulary has"
+                f" {vocab_size} entries: set model.vocab_size to {opened.min_vocab_size} or more"
             )
-    if saved["data"] != data.fingerprint:
-        raise UserError(
-            f"{path} was trained on other data than {data.path} holds (content hashes differ): set data.path back, or start a"
-            f" new run with --train.init_from {path} and another --train.output_dir"
-        )
+        if opened.max_seq_length > config.model.max_position_embeddings:
+            raise UserError(
+                f"the rows of {opened.path} are {opened.max_seq_length} long, but model.max_position_embeddings is"
+                f" {config.model.max_position_embeddings}"
+            )
+    return config.model.bert_config(vocab_size, config.train.activation_checkpointing)
 
 
 # ---- what is going to run ----

@@ -21,8 +21,8 @@ from torch.nn.utils import clip_grads_with_norm_
 import tempo
 from data_prep.masking import mix_keys
 from models.bert import BertForPreTraining, BertOutput
-from pretrain import checkpoint, distributed, startup
-from pretrain.config import Config, to_dict
+from pretrain import checkpoint, distributed, resume, startup
+from pretrain.config import Config, UserError, to_dict
 from pretrain.data import micro_batches, split_batch
 from pretrain.metrics import MetricsFile, WandbMirror
 from pretrain.optimizer import Lamb, build_optimizer, global_grad_norm
@@ -58,7 +58,7 @@ class Trainer:
         self.ranks = distributed.start(config.train.device)
         self.device = self.ranks.device
         self.data, self.eval_data = startup.open_data(config)
-        bert_config = startup.model_config(config, self.data)
+        bert_config = startup.model_config(config, self.data, self.eval_data)
         torch.manual_seed(config.train.seed)
         self.model = BertForPreTraining(bert_config, PRECISIONS[config.train.precision]).to(self.device)
         self.optimizer = build_optimizer(self.model, **asdict(config.optimizer))
@@ -80,11 +80,13 @@ class Trainer:
         if progress.step >= last_step:
             self._say(f"{self.run_dir} is complete at step {progress.step}; nothing to do")
             return
+        loader = self._micro_batches()
         self._open_outputs()
+        stopped = False
         with self.stop, progress_bar("pretraining", progress.step, last_step, self.ranks.is_main) as bar:
-            batches = iter(self._micro_batches())
+            batches = iter(loader)
             clock = Clock()
-            while progress.step < last_step and not self.ranks.any(self.stop.requested):
+            while progress.step < last_step and not (stopped := self.ranks.any(self.stop.requested)):
                 step_before = progress.step
                 sums, grad_norm = self._train_step(batches)
                 clock.add(train.global_batch_size)
@@ -99,7 +101,7 @@ class Trainer:
                     self._save()
                 if evaluates or saves:
                     clock.restart()
-        self._finish()
+            self._finish(stopped)
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps (0: never), and at the very last, happens now."""
@@ -162,7 +164,9 @@ class Trainer:
             self.progress.skipped_steps += 1
             self.consecutive_skips += 1
         self.scaler.update()
-        if self.consecutive_skips >= train.max_consecutive_skips or self.scaler.get_scale() < MIN_LOSS_SCALE:
+        # Reading the loss scale waits for the device: only after a skip, which alone lowers it.
+        hopeless = self.consecutive_skips >= train.max_consecutive_skips
+        if hopeless or (self.consecutive_skips > 0 and self.scaler.get_scale() < MIN_LOSS_SCALE):
             raise TrainingFailed(
                 f"the gradient was not finite {self.consecutive_skips} times in a row after step {self.progress.step}"
                 f" (loss scale {self.scaler.get_scale():g}); no weight was touched. Lower optimizer.learning_rate or use bf16;"
@@ -255,22 +259,26 @@ class Trainer:
     def _open_outputs(self) -> None:
         if not self.ranks.is_main:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"train.output_dir {self.run_dir} cannot be made: {error.strerror}") from error
         self.metrics = MetricsFile(self.run_dir)
-        last_logged = self.metrics.keep_until(self.progress.step)
+        before = self.last_checkpoint.parent.parent if self.last_checkpoint else self.run_dir
+        kept, last_logged = self.metrics.keep_until(self.progress.step, before)
         resolved = to_dict(self.config)
         (self.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
         settings = {k: v for k, v in asdict(self.config.wandb).items() if k != "mode"}
-        self.wandb = WandbMirror(self.run_dir, self.config.wandb.mode, settings, resolved, last_logged)
+        self.wandb = WandbMirror(self.run_dir, self.config.wandb.mode, settings, resolved, kept, last_logged)
         self._say(startup.describe_run(self))
 
     def _load_weights(self) -> Path | None:
         """Resume, or start from another run's weights, or from the seed; rank 0 decides for all."""
         train = self.config.train
-        found = self.ranks.from_main(startup.find_checkpoint(self.config) if self.ranks.is_main else None)
+        found = self.ranks.from_main(resume.find_checkpoint(self.config) if self.ranks.is_main else None)
         if found is not None:
             saved = checkpoint.load_progress(found)
-            startup.check_resumable(self.config, self.data, saved, found)
+            resume.check_resumable(self.config, self.data, saved, found)
             checkpoint.load_model(found, self.model)
             state = checkpoint.load_optimizer(found)
             self.optimizer.load_state_dict(state["optimizer"])
@@ -280,11 +288,19 @@ class Trainer:
             self._say(f"resuming from {found} (step {self.progress.step})")
         elif train.init_from is not None:
             source = checkpoint.resolve(train.init_from)
+            saved = checkpoint.load_progress(source)
+            resume.check_same_model(self.config, saved, source)
+            resume.check_same_vocabulary(self.data, saved, source)
             checkpoint.load_model(source, self.model)
             self._say(f"starting from the weights of {source}")
         return found
 
     def _save(self) -> None:
+        if not self.ranks.agree_on(self.model.parameters()):
+            raise TrainingFailed(
+                f"the ranks hold different weights at step {self.progress.step}: something is wrong with a device or the network;"
+                f" last good checkpoint: {self.last_checkpoint or 'none yet'}"
+            )
         if self.ranks.is_main:
             self.last_checkpoint = checkpoint.save(
                 self.run_dir,
@@ -294,20 +310,22 @@ class Trainer:
                 progress={
                     "progress": asdict(self.progress),
                     "data": self.data.fingerprint,
+                    "vocab_hash": self.data.vocab_hash,
                     "config": to_dict(self.config),
                 },
             )
-            checkpoint.prune(self.run_dir, self.config.train.keep_checkpoints)
+            checkpoint.prune(self.run_dir, self.config.train.keep_checkpoints, self.progress.step)
             plot_run(self.run_dir)
 
-    def _finish(self) -> None:
+    def _finish(self, stopped: bool) -> None:
         saved_step = -1 if self.last_checkpoint is None else checkpoint.step_of(self.last_checkpoint)
         if saved_step != self.progress.step and self.progress.step > 0:
             self._save()
         if not self.ranks.is_main:
             return
         self.wandb.finish()
-        if self.stop.requested:
-            self._say(f"{self.stop.name}: saved step {self.progress.step}; the same command goes on from there")
+        if stopped:
+            reason = self.stop.name or "another rank was stopped"
+            self._say(f"{reason}: saved step {self.progress.step}; the same command goes on from there")
         else:
             self._say(f"done: step {self.progress.step}; curve in {self.run_dir / 'loss_curve.png'}")
