@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TEMPO_PLAIN)
 #define TEMPO_EACH_ISA(X) X(baseline) X(avx2) X(avx512)
 #else
 #define TEMPO_EACH_ISA(X) X(baseline)
@@ -39,7 +39,7 @@ TEMPO_EACH_ISA(TEMPO_DECLARE)
 namespace {
 
 const CpuKernels& choose() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TEMPO_PLAIN)
   const char* wanted = std::getenv("TEMPO_CPU_ISA");
   const bool any = wanted == nullptr || *wanted == '\0';
   const bool at_most_avx2 = !any && std::strcmp(wanted, "avx512") != 0;

@@ -8,8 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__)
+// TEMPO_PLAIN asks for the path of other processors, for tests.
+#if defined(__x86_64__) && !defined(TEMPO_PLAIN)
 #include <immintrin.h>
+#define TEMPO_SSE2
 #endif
 
 namespace tempo {
@@ -49,8 +51,31 @@ TEMPO_INLINE vint lane_numbers() {
   return v;
 }
 
-TEMPO_INLINE vfloat max_of(vfloat a, vfloat b) { return a > b ? a : b; }  // b where either is NaN
-TEMPO_INLINE vfloat min_of(vfloat a, vfloat b) { return a < b ? a : b; }
+// b where either is NaN: a > b ? a : b, which gcc does not make one instruction of.
+TEMPO_INLINE vfloat max_of(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(TEMPO_SSE2)
+  return (vfloat)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+TEMPO_INLINE vfloat min_of(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(TEMPO_SSE2)
+  return (vfloat)_mm_min_ps((__m128)a, (__m128)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 TEMPO_INLINE vfloat absolute(vfloat a) { return (vfloat)((vint)a & 0x7fffffff); }
 
 TEMPO_INLINE vfloat square_root(vfloat x) {
@@ -58,7 +83,7 @@ TEMPO_INLINE vfloat square_root(vfloat x) {
   return (vfloat)_mm512_sqrt_ps((__m512)x);
 #elif defined(__AVX2__)
   return (vfloat)_mm256_sqrt_ps((__m256)x);
-#elif defined(__SSE2__)
+#elif defined(TEMPO_SSE2)
   return (vfloat)_mm_sqrt_ps((__m128)x);
 #else
   vfloat r;
@@ -73,7 +98,7 @@ TEMPO_INLINE vint truncate(vfloat x) {
   return (vint)_mm512_cvttps_epi32((__m512)x);
 #elif defined(__AVX2__)
   return (vint)_mm256_cvttps_epi32((__m256)x);
-#elif defined(__SSE2__)
+#elif defined(TEMPO_SSE2)
   return (vint)_mm_cvttps_epi32((__m128)x);
 #else
   vint r;
@@ -103,7 +128,7 @@ TEMPO_INLINE uint32_t bits_of(vint mask) {
   return (uint32_t)_mm512_movepi32_mask((__m512i)mask);
 #elif defined(__AVX2__)
   return (uint32_t)_mm256_movemask_ps((__m256)mask);
-#elif defined(__SSE2__)
+#elif defined(TEMPO_SSE2)
   return (uint32_t)_mm_movemask_ps((__m128)mask);
 #else
   uint32_t bits = 0;
@@ -129,7 +154,7 @@ TEMPO_INLINE vwide multiply_low(vwide a, uint32_t factor) {
   return (vwide)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64((long long)factor));
 #elif defined(__AVX2__)
   return (vwide)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((long long)factor));
-#elif defined(__SSE2__)
+#elif defined(TEMPO_SSE2)
   return (vwide)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x((long long)factor));
 #else
   return (a & 0xffffffffu) * (uint64_t)factor;
@@ -229,8 +254,7 @@ TEMPO_INLINE float largest_of(vfloat v) {
 
 // exp(x) to about 1 unit in the last place; 0 below -87.3 (no denormals), infinite above 88.7, NaN for NaN.
 TEMPO_INLINE vfloat exponential(vfloat x) {
-  vfloat clamped = x < -87.33f ? splat(-87.33f) : x;
-  clamped = clamped > 88.72f ? splat(88.72f) : clamped;
+  vfloat clamped = min_of(splat(88.72f), max_of(splat(-87.33f), x));
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
   vfloat shifted = clamped * 1.44269504f + 12582912.0f;
   vfloat n = shifted - 12582912.0f;

@@ -74,18 +74,20 @@ TEMPO_INLINE vint place_in_cell(vfloat exact, vfloat y, const GeluTables& tables
   return truncate(min_of(place, splat(7.0f)));
 }
 
-// Nibbles of 16 elements, the first in the lowest bits.
-TEMPO_INLINE uint64_t pack_nibbles(const int32_t* fields) {
-  uint64_t packed = 0;
-  for (int i = 0; i < (int)kGeluTile; ++i) packed |= (uint64_t)(uint32_t)fields[i] << (4 * i);
-  return packed;
+// The low nibbles of eight bytes, next to each other.
+TEMPO_INLINE uint64_t squeeze(const uint8_t* bytes) {
+  uint64_t x;
+  memcpy(&x, bytes, sizeof x);
+  x = (x | x >> 4) & 0x00ff00ff00ff00ffull;
+  x = (x | x >> 8) & 0x0000ffff0000ffffull;
+  return (x | x >> 16) & 0xffffffffull;
 }
 
 template <class T, bool kTanh, int kSideBits, bool kWhole>
 TEMPO_INLINE void forward_tile(const T* x, T* y, uint8_t* side, const GeluTables& tables, int count) {
   constexpr bool kPlaces = kSideBits == 4 && sizeof(T) == 2;
   uint32_t side_mask = 0;
-  int32_t fields[kGeluTile];
+  uint8_t fields[kGeluTile];
   for (int v = 0; v < kVectorsPerTile; ++v) {
     vfloat input = load(x + v * kLanes, Whole{});
     vfloat exact = forward<kTanh>(input, tables);
@@ -96,10 +98,11 @@ TEMPO_INLINE void forward_tile(const T* x, T* y, uint8_t* side, const GeluTables
     } else {
       vint field = is_right & 8;
       if (kPlaces) field |= place_in_cell(exact, as_stored(exact, x), tables);
-      memcpy(fields + v * kLanes, &field, sizeof field);
+      vbyte bytes = __builtin_convertvector(field, vbyte);
+      memcpy(fields + v * kLanes, &bytes, sizeof bytes);
     }
   }
-  uint64_t packed = kSideBits == 1 ? side_mask : pack_nibbles(fields);
+  uint64_t packed = kSideBits == 1 ? side_mask : squeeze(fields) | squeeze(fields + 8) << 32;
   if (kWhole) {
     memcpy(side, &packed, kSideBits * kGeluTile / 8);
   } else {  // bits past the last element are 0

@@ -1,0 +1,1 @@
+"""Measurements; nothing imports these. Results lie in benchmarks/results/."""
