@@ -23,9 +23,16 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # without build isolation pip does not look at what pyproject.toml requires
+    raise SystemExit(
+        f"error: building tempo-bert needs setuptools 77 or newer, found {setuptools.__version__}: pip install --upgrade setuptools"
+    ) from None
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
