@@ -9,16 +9,24 @@ import traceback
 
 from pretrain import distributed
 from pretrain.config import UserError, parse
+from pretrain.metrics import wandb_is_busy
 
 USER_ERROR, TRAINING_FAILED = 2, 1
 
 
-def _end(code: int, message: str) -> None:
-    """Say why and leave at once: other ranks may be waiting in a collective, and an orderly exit would wait for them."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _leave(code: int) -> None:
+    """Exit; at once where an orderly exit would wait: for other ranks in a collective, or for a wandb that hangs."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if (code != 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1) or wandb_is_busy():
         os._exit(code)
-    sys.exit(code)
+    if code != 0:
+        sys.exit(code)
+
+
+def _end(code: int, message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    _leave(code)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         Trainer(config).run()
         distributed.stop()
+        _leave(0)
     except (TrainingFailed, OSError) as error:
         # An OSError is a full disk or a file system that went away: the message says which file.
         _end(TRAINING_FAILED, str(error))

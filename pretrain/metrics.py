@@ -16,8 +16,10 @@ log = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
 _WANDB_ID_NAME = "wandb_id.txt"
-# How long the end of training waits for lines that Weights & Biases has not taken yet.
-_FINISH_SECONDS = 30.0
+_WANDB_THREAD = "tempo-bert-wandb"
+# How long the end of training waits for lines that Weights & Biases has not taken yet. After a signal, the scheduler's grace
+# period is running.
+_FINISH_SECONDS, _STOPPED_SECONDS = 30.0, 5.0
 _QUEUE_LINES = 10_000
 
 
@@ -106,7 +108,7 @@ class WandbMirror:
             return
         settings = {**settings, "name": settings.get("name") or run.name}
         arguments = {**settings, "dir": str(run), "mode": mode, "config": config, "id": _wandb_id(run), "resume": "allow"}
-        self._thread = threading.Thread(target=self._work, args=(arguments,), name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(arguments,), name=_WANDB_THREAD, daemon=True)
         self._thread.start()
         for row in rows:
             self.log(row)
@@ -137,17 +139,23 @@ class WandbMirror:
                 log.warning("wandb takes no lines; left out from step %s on (metrics.jsonl is complete)", row["step"])
             self._told_full = True
 
-    def finish(self) -> None:
-        """Wait a bounded time for the lines still on their way."""
+    def finish(self, stopped: bool = False) -> None:
+        """Wait a bounded time for the lines still on their way; a short time after a signal."""
         if self._thread is None or not self._thread.is_alive():
             return
         try:
             self._lines.put_nowait(None)
         except queue.Full:
             return
-        self._thread.join(_FINISH_SECONDS)
+        seconds = _STOPPED_SECONDS if stopped else _FINISH_SECONDS
+        self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning("wandb did not finish within %.0f s; metrics.jsonl is complete", _FINISH_SECONDS)
+            log.warning("wandb did not finish within %.0f s; metrics.jsonl is complete", seconds)
+
+
+def wandb_is_busy() -> bool:
+    """Whether Weights & Biases still hangs in a call; Python's exit would wait for it."""
+    return any(thread.name == _WANDB_THREAD for thread in threading.enumerate())
 
 
 def _wandb_id(run: Path) -> str:

@@ -323,7 +323,7 @@ class Trainer:
             self._save()
         if not self.ranks.is_main:
             return
-        self.wandb.finish()
+        self.wandb.finish(stopped)
         if stopped:
             reason = self.stop.name or "another rank was stopped"
             self._say(f"{reason}: saved step {self.progress.step}; the same command goes on from there")
