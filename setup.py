@@ -31,7 +31,7 @@ try:
     from setuptools.command.bdist_wheel import bdist_wheel
 except ImportError:  # without build isolation pip does not look at what pyproject.toml requires
     raise SystemExit(
-        f"error: building tempo-bert needs setuptools 77 or newer, found {setuptools.__version__}: pip install --upgrade setuptools"
+        f"error: tempo-bert needs setuptools 77 or newer to build, found {setuptools.__version__}; pip install -U setuptools"
     ) from None
 
 ROOT = Path(__file__).resolve().parent
