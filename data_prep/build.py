@@ -58,6 +58,9 @@ _LABEL_CHECK_INSTANCES = 400
 _MIN_SENTENCES_PER_DOCUMENT = 2.0
 _INSTANCE_FILES = {"tokens": None, "lengths": np.int64, "segment_b_start": np.uint16, "is_random_next": np.uint8}
 
+# Tells the draw of the held-out documents from the draws of pairs.
+_HELD_OUT = 1 << 62
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -318,7 +321,9 @@ class Build:
         fraction, numbers = self.arguments.eval_fraction, np.arange(num_documents)
         if fraction == 0:
             return {"train": numbers}
-        held_out = mix_keys(self.arguments.seed, 0x65766C, numbers) < np.uint64(int(fraction * (2**64 - 1)))
+        held_out = np.zeros(num_documents, dtype=bool)
+        # The documents whose hash is smallest: exactly the share that was asked for, at random.
+        held_out[np.argsort(mix_keys(self.arguments.seed, _HELD_OUT, numbers))[: round(fraction * num_documents)]] = True
         splits = {"train": numbers[~held_out], "eval": numbers[held_out]}
         for split, documents in splits.items():
             if len(documents) < 2:

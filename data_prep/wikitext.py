@@ -51,6 +51,8 @@ _EMPTY_BRACKETS = re.compile(r"\(\s*[,;:]*\s*\)|\[\s*\]")
 _OPENING_PUNCTUATION = re.compile(r"\(\s*[,;:]+\s*")
 _SPACE_BEFORE_PUNCTUATION = re.compile(r"\s+([,.;:)])(?=\s|$)")
 _SPACES = re.compile(r"\s+")
+# A paragraph ends at an empty line; a single line break inside it is white space.
+_LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")
 # Lines that still carry table or template syntax are what a broken page left over.
 _MARKUP_LEFT = re.compile(r"\{\{|\}\}|\{\||\|\}|^\s*[|!]|\[\[|\]\]|</?[a-zA-Z][^>]*>")
 _INTERLANGUAGE = re.compile(r"^:?[a-z]{2,3}(-[a-z]+)?$|^simple$")
@@ -145,7 +147,7 @@ def _render(code: Any, page: Page) -> Iterator[str]:
 
     for node in code.nodes:
         if isinstance(node, nodes.Text):
-            yield str(node.value)
+            yield _LINE_BREAK.sub(" ", str(node.value))
         elif isinstance(node, nodes.Wikilink):
             if _is_text_link(str(node.title), page.skipped_links):
                 yield from _render(node.text if node.text is not None else node.title, page)
