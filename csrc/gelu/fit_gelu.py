@@ -1,0 +1,209 @@
+"""Fit GELU' as a function of GELU's output and write tempo/gelu_coefficients.py.
+
+    python csrc/gelu/fit_gelu.py            # writes the module
+    python csrc/gelu/fit_gelu.py --print    # prints it
+
+With y = GELU(x), its minimum y_min at x_min, t = sqrt(y - y_min), q = sqrt(log2(y_min / y)) and E = 2^(-beta y^2 log2 e):
+
+    low, right of x_min    1 + E (k + t P(t))      k = -exp(beta y_min^2), so that it is 0 at the minimum and 1 far right
+    low, left              y q P(q)                0 at y = 0 without a cut-off
+    high, right            t P(t) up to t = 1.2, then 1 + E P(t)
+    high, left             -t P(t) up to t = 0.28, then y P(q)
+
+"low" serves 16-bit outputs, "high" float32. Each P is the minimax polynomial (Remez exchange on a fine grid, in float64) of
+values computed with 40 digits, its coefficients rounded to float32. Needs numpy and mpmath; half a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mpmath as mp
+import numpy as np
+from numpy.polynomial import chebyshev
+
+mp.mp.dps = 40
+OUTPUT = Path(__file__).resolve().parents[2] / "tempo/gelu_coefficients.py"
+LOG2_E = float(1 / mp.log(2))
+
+Function = Callable[[mp.mpf], mp.mpf]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of GELU: the function, its derivative, and the widths of its Gaussian factors."""
+
+    gelu: Function
+    derivative: Function
+    low_beta: float
+    high_beta: float
+
+
+def erf_form() -> Form:
+    return Form(lambda x: x * mp.ncdf(x), lambda x: mp.ncdf(x) + x * mp.npdf(x), low_beta=0.6, high_beta=0.55)
+
+
+def tanh_form() -> Form:
+    """x times a logistic function, so that nothing cancels on the left."""
+    k, cubic = mp.sqrt(2 / mp.pi), mp.mpf("0.044715")
+
+    def logistic(x: mp.mpf) -> mp.mpf:
+        return 1 / (1 + mp.exp(-2 * k * (x + cubic * x**3)))
+
+    def derivative(x: mp.mpf) -> mp.mpf:
+        s = logistic(x)
+        return s + x * 2 * k * (1 + 3 * cubic * x * x) * s * (1 - s)
+
+    return Form(lambda x: x / (1 + mp.exp(-2 * k * (x + cubic * x**3))), derivative, low_beta=0.65, high_beta=0.5)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One side of the minimum, sampled in a variable v that gives y = value(v)."""
+
+    form: Form
+    x_min: mp.mpf
+    right: bool
+    value: Function
+
+    def invert(self, y: mp.mpf) -> mp.mpf:
+        low, high = (self.x_min, mp.mpf(20)) if self.right else (mp.mpf(-40), self.x_min)
+        for _ in range(140):
+            middle = (low + high) / 2
+            if (self.form.gelu(middle) < y) == self.right:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    def sample(self, start: float, stop: float, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (v, y, GELU') at the Chebyshev extrema of [start, stop], float64."""
+        rows = []
+        for i in range(count):
+            v = mp.mpf(start) + (mp.mpf(stop) - mp.mpf(start)) * (1 - mp.cos(mp.pi * i / (count - 1))) / 2
+            y = self.value(v)
+            rows.append((float(v), float(y), float(self.form.derivative(self.invert(y)))))
+        v, y, derivative = np.array(rows).T
+        return v, y, derivative
+
+
+def minimax(v: np.ndarray, target: np.ndarray, weight: np.ndarray, degree: int) -> np.ndarray:
+    """Chebyshev coefficients on [v[0], v[-1]] of the P that minimises max |target - weight P|: Remez exchange."""
+    scaled = (2 * v - v[0] - v[-1]) / (v[-1] - v[0])
+    basis = chebyshev.chebvander(scaled, degree) * weight[:, None]
+    num_extrema = degree + 2
+    index = np.round(np.linspace(1, len(v) - 1, num_extrema)).astype(int)
+    best, best_error = np.zeros(degree + 1), np.inf
+    for _ in range(80):
+        system = np.c_[basis[index], (-1.0) ** np.arange(num_extrema)]
+        solution = np.linalg.solve(system, target[index])
+        residual = target - basis @ solution[:-1]
+        error = float(np.abs(residual).max())
+        if error < best_error:
+            best, best_error = solution[:-1].copy(), error
+        if error <= abs(solution[-1]) * 1.0002:
+            break
+        signs = np.where(np.sign(residual) == 0, 1, np.sign(residual))
+        runs = np.split(np.arange(len(residual)), np.flatnonzero(np.diff(signs)) + 1)
+        extrema = [run[np.abs(residual[run]).argmax()] for run in runs]
+        while len(extrema) > num_extrema:
+            drop_first = abs(residual[extrema[0]]) < abs(residual[extrema[-1]])
+            extrema = extrema[1:] if drop_first else extrema[:-1]
+        if len(extrema) < num_extrema:
+            break
+        index = np.array(extrema)
+    return best
+
+
+def to_powers(coefficients: np.ndarray, start: float, stop: float, center: float) -> list[float]:
+    """Chebyshev coefficients on [start, stop] as powers of (v - center), exactly, then rounded to float32."""
+    half, middle = mp.mpf(stop - start) / 2, mp.mpf(start + stop) / 2
+    in_z = [mp.mpf(0)] * len(coefficients)
+    for k, coefficient in enumerate(coefficients):
+        for j, factor in enumerate(chebyshev.cheb2poly([0] * k + [1])):
+            in_z[j] += mp.mpf(float(coefficient)) * round(factor)
+    shift = (mp.mpf(center) - middle) / half
+    powers = [mp.mpf(0)] * len(coefficients)
+    for j, factor in enumerate(in_z):
+        for i in range(j + 1):
+            powers[i] += factor * mp.binomial(j, i) * shift ** (j - i) * half ** (-i)
+    return [float(np.float32(float(power))) for power in powers]
+
+
+def polynomial(v: np.ndarray, target: np.ndarray, weight: np.ndarray, degree: int, center: float = 0.0) -> dict:
+    return {"center": center, "polynomial": to_powers(minimax(v, target, weight, degree), v[0], v[-1], center)}
+
+
+def round_32(x: float) -> float:
+    return float(np.float32(x))
+
+
+def fit(form: Form) -> dict:
+    """Return everything that `tempo.gelu` needs of one form."""
+    x_min = mp.findroot(form.derivative, -0.75)
+    y_min = form.gelu(x_min)
+    high = round_32(float(y_min))
+    log2_depth = mp.log(-y_min, 2)
+    right = Branch(form, x_min, True, lambda t: y_min + t * t)
+    left = Branch(form, x_min, False, lambda t: y_min + t * t)
+    far_left = Branch(form, x_min, False, lambda q: y_min * mp.mpf(2) ** (-q * q))
+    result = {
+        "x_min": float(x_min),
+        "y_min_high": high,
+        "y_min_low": round_32(float(y_min - mp.mpf(high))),
+        "log2_depth": round_32(float(log2_depth)),
+    }
+
+    t, y, d = right.sample(0, 2.484, 900)
+    gauss, k = np.exp(-form.low_beta * y * y), -float(np.exp(form.low_beta * float(y_min) ** 2))
+    low_right = {"beta_log2e": round_32(form.low_beta * LOG2_E), "k": round_32(k)}
+    result["low_right"] = low_right | polynomial(t, d - 1 - gauss * k, gauss * t, 6)
+    q, y, d = far_left.sample(0, 4.8, 900)
+    result["low_left"] = polynomial(q, d, y * q, 4)
+
+    t, y, d = right.sample(0, 1.2 * 1.002, 700)
+    result["high_right_near"] = polynomial(t, d, t, 9, 0.6)
+    t, y, d = right.sample(1.2 * 0.998, 2.6, 700)
+    far = polynomial(t, d - 1, np.exp(-form.high_beta * y * y), 8, 1.7)
+    result["high_right_far"] = {"beta_log2e": round_32(form.high_beta * LOG2_E)} | far
+    t, y, d = left.sample(0, 0.28 * 1.003, 700)
+    result["high_left_near"] = polynomial(t, d, -t, 7, 0.14)
+    start = float(mp.sqrt(log2_depth - mp.log(-(y_min + mp.mpf(0.28 * 0.997) ** 2), 2)))
+    q, y, d = far_left.sample(start, 5.0, 700)
+    result["high_left_far"] = polynomial(q, d, y, 7, 2.0)
+    return result
+
+
+def render(coefficients: dict[str, dict]) -> str:
+    """Return the Python module."""
+    title = "Coefficients of GELU'(x) as a function of y = GELU(x), fitted by csrc/gelu/fit_gelu.py: do not edit by hand."
+    lines = [f'"""{title}"""', "", "from __future__ import annotations", "", "COEFFICIENTS: dict[str, dict] = {"]
+    for name, form in coefficients.items():
+        lines.append(f'    "{name}": {{')
+        for key, value in form.items():
+            if not isinstance(value, dict):
+                lines.append(f'        "{key}": {value!r},')
+                continue
+            lines.append(f'        "{key}": {{')
+            lines += [f'            "{part}": {number!r},' for part, number in value.items() if part != "polynomial"]
+            lines.append('            "polynomial": [')
+            lines += [f"                {number!r}," for number in value["polynomial"]]
+            lines += ["            ],", "        },"]
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def main() -> None:
+    text = render({"none": fit(erf_form()), "tanh": fit(tanh_form())})
+    if "--print" in sys.argv[1:]:
+        print(text, end="")
+    else:
+        OUTPUT.write_text(text, encoding="utf-8")
+        print(f"wrote {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()
