@@ -78,11 +78,14 @@ def load_wandb(project: str, group: str | None) -> list[Run]:
 
 
 def distinct_names(runs: list[Run], paths: list[Path]) -> None:
-    """Name runs by as much of their path as tells them apart."""
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        for run, path in zip(runs, paths, strict=True):
-            run.name = str(path)
+    """Name runs by as many of the last parts of their paths as tell them apart."""
+    parts = [path.absolute().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    for run, name in zip(runs, names, strict=True):
+        run.name = name
 
 
 def summarise(run: Run, first: Run) -> Summary:
