@@ -50,6 +50,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
+def path_of(run: Path, step: int) -> Path:
+    """Where a run's checkpoint of a step lies."""
+    return run / DIRECTORY / f"{_PREFIX}{step:08d}"
+
+
 def list_checkpoints(run: Path) -> list[Path]:
     """Return a run's checkpoint directories, oldest first; complete or not."""
     found = [p for p in (run / DIRECTORY).glob(_PREFIX + "*") if p.name.removeprefix(_PREFIX).isdigit()]
@@ -73,7 +78,7 @@ def save(run: Path, step: int, *, model: Mapping[str, Any], optimizer: Mapping[s
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob(_UNFINISHED + "*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    target = directory / f"{_PREFIX}{step:08d}"
+    target = path_of(run, step)
     unfinished = directory / f"{_UNFINISHED}{target.name}"
     unfinished.mkdir()
     try:

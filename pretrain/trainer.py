@@ -302,7 +302,7 @@ class Trainer:
                 f" last good checkpoint: {self.last_checkpoint or 'none yet'}"
             )
         if self.ranks.is_main:
-            self.last_checkpoint = checkpoint.save(
+            checkpoint.save(
                 self.run_dir,
                 self.progress.step,
                 model=self.model.state_dict(),
@@ -316,10 +316,11 @@ class Trainer:
             )
             checkpoint.prune(self.run_dir, self.config.train.keep_checkpoints, self.progress.step)
             plot_run(self.run_dir)
+        self.last_checkpoint = checkpoint.path_of(self.run_dir, self.progress.step)
 
     def _finish(self, stopped: bool) -> None:
-        saved_step = -1 if self.last_checkpoint is None else checkpoint.step_of(self.last_checkpoint)
-        if saved_step != self.progress.step and self.progress.step > 0:
+        # A checkpoint of another run, from which this one was resumed, does not count.
+        if self.progress.step > 0 and self.last_checkpoint != checkpoint.path_of(self.run_dir, self.progress.step):
             self._save()
         if not self.ranks.is_main:
             return

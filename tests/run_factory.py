@@ -78,6 +78,8 @@ def losses(run: Path) -> list[float]:
 
 
 def _main(command_line: list[str], environment: dict[str, str], log: Path) -> None:
+    # A process group of its own, as a scheduler's job step has.
+    os.setsid()
     os.environ.update(environment)
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -119,6 +121,11 @@ class RunProcess:
     def send(self, signal_number: int) -> None:
         if self._process.is_alive():
             os.kill(self.pid, signal_number)
+
+    def send_to_group(self, signal_number: int) -> None:
+        """To the process and its data workers."""
+        if self._process.is_alive():
+            os.killpg(self.pid, signal_number)
 
     def exit_code(self, seconds: float = 60.0) -> int:
         """Wait for the end; the exit code, negative for a signal that killed the process."""
