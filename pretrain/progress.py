@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from tqdm import tqdm
 
 from models.bert import BertOutput
 from pretrain.distributed import Ranks
+
+# A log file wants to know that training goes on, not every step.
+_SECONDS_PER_LINE = 30.0
 
 
 @dataclass
@@ -81,7 +86,37 @@ class Clock:
         return rates
 
 
-def progress_bar(what: str, start: int, total: int, visible: bool = True) -> tqdm:
-    """Return a tqdm bar from `start` to `total` steps: on a terminal, or where TEMPO_PROGRESS=1 asks for it."""
-    wanted = False if os.environ.get("TEMPO_PROGRESS") == "1" else None
-    return tqdm(desc=what, initial=start, total=total, unit="step", disable=wanted if visible else True, dynamic_ncols=True)
+class ProgressBar:
+    """Steps done, loss, speed and time left: a bar on a terminal, a line now and then where the output goes to a file.
+
+    Args:
+        start, total: steps done before, and in all.
+        visible: False on all ranks but one.
+    """
+
+    def __init__(self, start: int, total: int, visible: bool) -> None:
+        forced = os.environ.get("TEMPO_PROGRESS") == "1"
+        shown = visible and (forced or sys.stderr.isatty())
+        self._bar = tqdm(desc="pretraining", initial=start, total=total, unit="step", disable=not shown, dynamic_ncols=True)
+        self._prints_lines = visible and not shown
+        self._step, self._total, self._last_line = start, total, time.monotonic()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def step(self) -> None:
+        self._step += 1
+        self._bar.update()
+
+    def show(self, loss: float, sequences_per_second: float, seconds_per_step: float) -> None:
+        """Show the values of the step that was logged last."""
+        self._bar.set_postfix(loss=f"{loss:.3f}", seq_per_s=f"{sequences_per_second:.0f}")
+        now = time.monotonic()
+        if self._prints_lines and now - self._last_line >= _SECONDS_PER_LINE:
+            self._last_line = now
+            left = timedelta(seconds=round((self._total - self._step) * seconds_per_step))
+            speed = f"{sequences_per_second:,.0f} sequences/s"
+            print(f"step {self._step:,} of {self._total:,}: loss {loss:.3f}, {speed}, {left} left", flush=True)

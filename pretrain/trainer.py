@@ -27,7 +27,7 @@ from pretrain.data import micro_batches, split_batch
 from pretrain.metrics import MetricsFile, WandbMirror
 from pretrain.optimizer import Lamb, build_optimizer, global_grad_norm
 from pretrain.plotting import plot_run
-from pretrain.progress import Clock, Progress, Sums, progress_bar
+from pretrain.progress import Clock, Progress, ProgressBar, Sums
 from pretrain.schedule import learning_rate
 from pretrain.signals import StopSignal
 
@@ -83,7 +83,7 @@ class Trainer:
         loader = self._micro_batches()
         self._open_outputs()
         stopped = False
-        with self.stop, progress_bar("pretraining", progress.step, last_step, self.ranks.is_main) as bar:
+        with self.stop, ProgressBar(progress.step, last_step, self.ranks.is_main) as bar:
             batches = iter(loader)
             clock = Clock()
             while progress.step < last_step and not (stopped := self.ranks.any(self.stop.requested)):
@@ -92,7 +92,7 @@ class Trainer:
                 clock.add(train.global_batch_size)
                 if progress.step == step_before:
                     continue
-                bar.update()
+                bar.step()
                 evaluates = self._due(train.eval_every) and self.eval_data is not None
                 saves = self._due(train.checkpoint_every)
                 if self._due(train.log_every) or evaluates:
@@ -222,7 +222,7 @@ class Trainer:
             sums.add(self._forward(batch), count)
         return {f"eval_{name}": value for name, value in sums.means(self.ranks).items()}
 
-    def _log(self, sums: Sums, grad_norm: float, rates: tuple[float, float], evaluates: bool, bar: Any) -> None:
+    def _log(self, sums: Sums, grad_norm: float, rates: tuple[float, float], evaluates: bool, bar: ProgressBar) -> None:
         means = sums.means(self.ranks)
         if evaluates:
             means.update(self._evaluate())
@@ -248,7 +248,7 @@ class Trainer:
             row["loss_scale"] = self.scaler.get_scale()
         self.metrics.append(row)
         self.wandb.log(row)
-        bar.set_postfix(loss=f"{means['loss']:.3f}", seq_per_s=f"{sequences_per_second:.0f}")
+        bar.show(means["loss"], sequences_per_second, seconds_per_step)
 
     def _say(self, text: str) -> None:
         if self.ranks.is_main:
@@ -302,6 +302,7 @@ class Trainer:
                 f" last good checkpoint: {self.last_checkpoint or 'none yet'}"
             )
         if self.ranks.is_main:
+            self.metrics.sync()
             checkpoint.save(
                 self.run_dir,
                 self.progress.step,
