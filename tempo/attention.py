@@ -59,7 +59,8 @@ define(
     lambda scores, mask, scale, p, rng, site, causal: scores.new_empty(0) if p == 0.0 else torch.empty_like(scores),
 )
 define(
-    "softmax_dropout_backward(Tensor(a!) grad_dropped, Tensor probabilities, float scale, float p, Tensor rng, int site) -> Tensor",
+    "softmax_dropout_backward(Tensor(a!) grad_dropped, Tensor probabilities, float scale, float p, Tensor rng, int site)"
+    " -> Tensor",
     _backward,
     lambda grad_dropped, probabilities, scale, p, rng, site: (
         probabilities.new_empty(0) if p == 0.0 else torch.empty_like(probabilities)
