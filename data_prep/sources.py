@@ -10,6 +10,8 @@ files:GLOB               one document a file
 from __future__ import annotations
 
 import glob
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,13 @@ from data_prep.sentences import split_sentences
 from data_prep.wikitext import Page, paragraphs, read_dump
 
 KINDS = ("wikipedia-dump", "wikipedia", "hf", "text", "files")
+# A larger document is a corpus whose documents were not separated; it would have to be held in memory.
+MAX_DOCUMENT_BYTES = 64 << 20
+_MAX_WRAPPED_WIDTH = 100
+_SENTENCE_ENDS = ".!?:;\"'”’)"
+_END_INSIDE = re.compile(r"[a-z][.!?][\"'”’)]*\s+[A-Z]")
+# As `grep` and `git` do: a file with a null byte at its beginning is not text.
+_PROBED_BYTES = 8192
 _LOCAL_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 
 
@@ -33,6 +42,13 @@ class RawDocument:
     text: str | None = None
     lines: list[str] | None = None
 
+    @property
+    def num_characters(self) -> int:
+        """How much there is to do; lines count as their number of average ones, which is quicker than adding them up."""
+        if self.lines is not None:
+            return 100 * len(self.lines)
+        return len(self.text or "") + (len(self.page.text) if self.page is not None else 0)
+
 
 def sentences_of(document: RawDocument, language: str) -> list[str]:
     """Return a document's sentences."""
@@ -40,6 +56,21 @@ def sentences_of(document: RawDocument, language: str) -> list[str]:
         return document.lines
     blocks = paragraphs(document.page) if document.page is not None else (document.text or "").splitlines()
     return [sentence for block in blocks if block.strip() for sentence in split_sentences(block, language)]
+
+
+def unwrapped(text: str) -> str:
+    """Join the lines of text that was broken at a fixed width, as books often are; return other text as it is.
+
+    Such text has no long line, most lines stop in mid-sentence, and sentences end inside lines.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    followed = [line for line, following in itertools.pairwise(lines) if line and following]
+    in_mid_sentence = sum(line[-1] not in _SENTENCE_ENDS for line in followed)
+    if not followed or max(map(len, lines)) > _MAX_WRAPPED_WIDTH or 2 * in_mid_sentence < len(followed):
+        return text
+    if sum(_END_INSIDE.search(line) is not None for line in followed) < len(followed) // 20 + 1:
+        return text
+    return re.sub(r"(?<=\S)[ \t]*\n[ \t]*(?=\S)", " ", "\n".join(lines))
 
 
 @dataclass
@@ -61,20 +92,24 @@ class Source:
             raise ValueError(f"--source '{self.spec}' must be one of {', '.join(k + ':…' for k in KINDS)}")
 
     def files(self) -> list[Path]:
-        """Return the files that the source reads, in order; none for datasets.
+        """Return the files that the source reads, in order; none for datasets from elsewhere.
 
         Raises:
             ValueError: nothing matches.
         """
-        if self.kind in ("wikipedia", "hf"):
+        if self.kind == "wikipedia":
             return []
+        if self.kind == "hf":
+            path = Path(self.argument)
+            return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
         found = sorted(Path(name) for name in glob.glob(self.argument, recursive=True) if Path(name).is_file())
         if not found:
             raise ValueError(f"--source '{self.spec}': no file matches '{self.argument}'")
         return found
 
-    def count(self, reason: str) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+    def count(self, reason: str, times: int = 1) -> None:
+        if times:
+            self.skipped[reason] = self.skipped.get(reason, 0) + times
 
     def documents(self) -> Iterator[RawDocument]:
         """Yield the documents, in a fixed order."""
@@ -118,8 +153,23 @@ class Source:
                 f"--source '{self.spec}' has no column '{self.text_column}' (it has: {', '.join(columns)}): name the right one"
                 " with --text-column"
             )
-        for row in dataset:
-            yield RawDocument(text=row[self.text_column] or "")
+        try:
+            for row in dataset:
+                yield RawDocument(text=self._text_of(row[self.text_column]))
+        except (ValueError, OSError):
+            raise
+        except Exception as error:
+            raise RuntimeError(f"--source '{self.spec}': reading stopped ({type(error).__name__}: {error})") from error
+
+    def _text_of(self, value: Any) -> str:
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise ValueError(
+                f"--source '{self.spec}': column '{self.text_column}' holds {type(value).__name__}, not text: name another"
+                " one with --text-column"
+            )
+        return value
 
     def _decoded(self, raw: bytes) -> str:
         try:
@@ -128,20 +178,41 @@ class Source:
             self.count("invalid_utf8_replaced")
             return raw.decode("utf-8-sig", errors="replace")
 
+    def _check_text(self, path: Path) -> None:
+        with path.open("rb") as file:
+            if b"\0" in file.read(_PROBED_BYTES):
+                raise ValueError(
+                    f"--source '{self.spec}': {path} is not UTF-8 text (it has null bytes: compressed, binary or UTF-16?);"
+                    " decompress it, or convert it with iconv -t UTF-8"
+                )
+
+    def _check_size(self, path: Path, num_bytes: int, cure: str) -> None:
+        if num_bytes > MAX_DOCUMENT_BYTES:
+            raise ValueError(f"--source '{self.spec}': a document of {path} has more than {MAX_DOCUMENT_BYTES >> 20} MiB; {cure}")
+
     def _from_text(self) -> Iterator[RawDocument]:
         for path in self.files():
+            self._check_text(path)
             lines: list[str] = []
+            size = 0
             with path.open("rb") as file:
-                for raw in file:
+                # A limit to the line too: reading one without an end would fill the memory.
+                while raw := file.readline(MAX_DOCUMENT_BYTES + 1):
+                    size += len(raw)
+                    self._check_size(path, size, "put a blank line between documents, one sentence a line")
                     line = self._decoded(raw).strip()
                     if line:
                         lines.append(line)
-                    elif lines:
-                        yield RawDocument(lines=lines)
+                    else:
+                        size = 0
+                        if lines:
+                            yield RawDocument(lines=lines)
                         lines = []
             if lines:
                 yield RawDocument(lines=lines)
 
     def _from_files(self) -> Iterator[RawDocument]:
         for path in self.files():
-            yield RawDocument(text=self._decoded(path.read_bytes()))
+            self._check_text(path)
+            self._check_size(path, path.stat().st_size, "files: is one document a file, so cut it")
+            yield RawDocument(text=unwrapped(self._decoded(path.read_bytes())))

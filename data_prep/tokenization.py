@@ -49,6 +49,16 @@ def check_vocabulary(words: list[str], path: Path | str) -> None:
         raise ValueError(f"the vocabulary {path} lists {twice!r} twice")
 
 
+def check_case(words: list[str], settings: TokenizerSettings, path: Path | str) -> None:
+    """Raise ValueError where text would be lower-cased for a vocabulary of a cased model: its capitals could never occur."""
+    num_capital = sum(word != word.lower() for word in words if not word.startswith("["))
+    if settings.lowercase and num_capital > len(words) // 10:
+        raise ValueError(
+            f"the vocabulary {path} is of a cased model ({num_capital:,} of {len(words):,} entries have capital letters):"
+            " add --cased"
+        )
+
+
 def read_vocabulary(path: Path) -> list[str]:
     """Return the words of a vocab.txt, one a line, in id order.
 

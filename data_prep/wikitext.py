@@ -31,6 +31,7 @@ _SKIPPED_TAGS = frozenset(
         "source",
         "syntaxhighlight",
         "graph",
+        "pre",
         "maplink",
         "mapframe",
         "hiero",
@@ -47,15 +48,19 @@ _SKIPPED_SECTIONS = frozenset(
 notes and references;references and notes;general references;explanatory notes""".replace("\n", ";").split(";")
 )
 _BEHAVIOUR_SWITCH = re.compile(r"__[A-Z]+__")
-_EMPTY_BRACKETS = re.compile(r"\(\s*[,;:]*\s*\)|\[\s*\]")
-_OPENING_PUNCTUATION = re.compile(r"\(\s*[,;:]+\s*")
-_SPACE_BEFORE_PUNCTUATION = re.compile(r"\s+([,.;:)])(?=\s|$)")
+# What templates that were taken out leave behind: "(; , Aristotélēs)", "Greek:, Apollōn", "(ANSI,)".
+_EMPTY_BRACKETS = re.compile(r"\(\s*(?:[,;:]\s*)*\)|\[\s*\]")
+_OPENING_PUNCTUATION = re.compile(r"\(\s*(?:[,;:]\s+)*(?:[,;:](?!\w)\s*)?")
+_CLOSING_PUNCTUATION = re.compile(r"[,;:\s]+\)")
+_PUNCTUATION_TWICE = re.compile(r"[,;:]\s*(?=[,;](?:\s|$))")
+_LEADING_PUNCTUATION = re.compile(r"^\s*[,;:]+\s+")
+_SPACE_BEFORE_PUNCTUATION = re.compile(r"\s+([,.;:)])(?=[\s,.;:)]|$)")
 _SPACES = re.compile(r"\s+")
 # A paragraph ends at an empty line; a single line break inside it is white space.
 _LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")
 # Lines that still carry table or template syntax are what a broken page left over.
 _MARKUP_LEFT = re.compile(r"\{\{|\}\}|\{\||\|\}|^\s*[|!]|\[\[|\]\]|</?[a-zA-Z][^>]*>")
-_INTERLANGUAGE = re.compile(r"^:?[a-z]{2,3}(-[a-z]+)?$|^simple$")
+_INTERLANGUAGE = re.compile(r"^[a-z]{2,3}(-[a-z]+)*$|^simple$")
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,9 @@ def _render(code: Any, page: Page) -> Iterator[str]:
             if node.title is not None:
                 yield from _render(node.title, page)
         elif isinstance(node, nodes.HTMLEntity):
-            yield node.normalize() or ""
+            # "&#xD800;" is half a character, which no encoding accepts.
+            character = node.normalize() or ""
+            yield "" if "\ud800" <= character <= "\udfff" else character
         elif isinstance(node, nodes.Heading):
             yield f"\n\0{node.level}{node.title.strip_code()}\n"
         elif isinstance(node, nodes.Tag):
@@ -176,7 +183,8 @@ def _render_tag(node: Any, page: Page) -> Iterator[str]:
 
 def _clean_line(line: str) -> str:
     line = _EMPTY_BRACKETS.sub("", _BEHAVIOUR_SWITCH.sub("", line.replace("'''", "").replace("''", "")))
-    line = _OPENING_PUNCTUATION.sub("(", line)
+    line = _CLOSING_PUNCTUATION.sub(")", _OPENING_PUNCTUATION.sub("(", _SPACES.sub(" ", line)))
+    line = _LEADING_PUNCTUATION.sub("", _PUNCTUATION_TWICE.sub("", line))
     return _SPACES.sub(" ", _SPACE_BEFORE_PUNCTUATION.sub(r"\1", line)).strip()
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -165,8 +166,6 @@ def test_other_content_is_not_overwritten_unless_asked(tmp_path: Path, capsys: p
 def test_a_corpus_that_cannot_serve_is_refused_with_the_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture, content: str, options: tuple[str, ...], message: str
 ) -> None:
-    import re
-
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(content)
     vocabulary = VOCABULARY
@@ -242,39 +241,61 @@ def test_a_page_that_breaks_the_parser_is_counted_and_the_rest_goes_on(tmp_path:
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [int(word) for word in found.split()]
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
-@pytest.mark.parametrize("victim", ["worker", "command"])
-def test_a_killed_process_leaves_nothing_half_written(tmp_path: Path, victim: str) -> None:
+def workers_of(pid: int) -> list[int]:
+    """Worker processes are the children of the command's fork server."""
+    return [worker for child in children(pid) for worker in children(child)]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or dead and waiting for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("how", ["worker killed", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_killed_process_leaves_nothing_half_written(tmp_path: Path, how: str) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", num_documents=4000, sentences=40)
     output = tmp_path / "out"
     command = [sys.executable, "-m", "data_prep", "build", "--source", f"text:{corpus}", "--vocab", str(VOCABULARY)]
     command += ["--output", str(output), "--workers", "2", "--duplicate-factor", "20"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (workers := children(process.pid)) and time.monotonic() < deadline:
+    while len(workers := workers_of(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)
-    if victim == "worker":
+    if how == "worker killed":
         os.kill(workers[0], signal.SIGKILL)
         _, error = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert "a worker process died while" in error
+        assert re.search(r"a worker process died while (tokenising text:.*corpus|pairing sentences \(train\)).*SIGKILL", error)
         assert "Traceback" not in error
-        assert only(tmp_path, "corpus.txt")
     else:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-        assert process.returncode != 0
+        process.send_signal(getattr(signal, how))
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == (-signal.SIGKILL if how == "SIGKILL" else 130)
+        assert "Traceback" not in error
+    if how != "SIGKILL":  # nobody is left then to tidy up
+        assert only(tmp_path, "corpus.txt")
     assert not output.exists()
+    while not all(map(has_ended, workers)) and time.monotonic() < deadline + 30:
+        time.sleep(0.02)
+    assert all(map(has_ended, workers)), "workers outlive their command"
 
 
-def test_the_manifest_does_not_tell_where_files_lay(tmp_path: Path) -> None:
+def test_the_manifest_tells_what_the_input_was(tmp_path: Path) -> None:
     _, output = build(tmp_path)
     manifest = json.loads((output / "manifest.json").read_text())
-    assert manifest["creation"]["input_bytes"] == {"corpus.txt": (tmp_path / "corpus.txt").stat().st_size}
+    given = manifest["creation"]["input"]
+    assert (given["files"], given["bytes"]) == (1, (tmp_path / "corpus.txt").stat().st_size)
+    assert len(given["sha256"]) == 64
     assert set(manifest["creation"]["versions"]) == {"tokenizers", "sentencex", "mwparserfromhell"}
 
 
