@@ -122,10 +122,13 @@ def _input_digest(files: Iterable[Path]) -> dict[str, Any]:
     num_files = num_bytes = 0
     for path in files:
         num_files += 1
-        with path.open("rb") as file:
-            while block := file.read(_HASHED_BYTES):
-                num_bytes += len(block)
-                digest.update(block)
+        try:
+            with path.open("rb") as file:
+                while block := file.read(_HASHED_BYTES):
+                    num_bytes += len(block)
+                    digest.update(block)
+        except OSError as error:
+            raise ValueError(f"cannot read the input {path}: {error.strerror}") from error
         digest.update(b"%d;" % num_bytes)
     return {"files": num_files, "bytes": num_bytes, "sha256": digest.hexdigest()}
 
@@ -164,6 +167,14 @@ def _check_replaceable(output: Path, inputs: list[Path]) -> None:
         )
     if inside := next((path for path in inputs if output in path.resolve().parents), None):
         raise ValueError(f"--output {output} has the input {inside.name} in it, which --overwrite would delete: choose another")
+
+
+def _temporary_sibling(output: Path) -> Path:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be made: {error.strerror}: {error.filename}") from error
 
 
 def _replace(finished: Path, output: Path) -> None:
@@ -303,9 +314,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{arguments.output} is built already with these parameters; nothing to do")
         return 0
     _check_replaceable(output, [path for spec in arguments.source for path in Source(spec).files()])
-    output.parent.mkdir(parents=True, exist_ok=True)
     with _ended_by_sigterm():
-        directory = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        directory = _temporary_sibling(output)
         try:
             directory.chmod(0o755)
             manifest = _build(arguments, creation, directory)
