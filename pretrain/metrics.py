@@ -76,6 +76,12 @@ class MetricsFile:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+    def sync(self) -> None:
+        """Have all lines on the disk: before a checkpoint, which must not outlive them."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
 
 class WandbMirror:
     """Sends lines to Weights & Biases from a thread of its own; whatever fails there is one warning.

@@ -55,7 +55,7 @@ def start(data: Path, run: Path, **changes: Any) -> RunProcess:
 # ---- ends by a signal ----
 
 
-@pytest.mark.parametrize("step", [1, 16])
+@pytest.mark.parametrize("step", [1, 12])
 def test_a_run_killed_at_any_moment_resumes_to_the_same_metrics(
     data_dir: Path, tmp_path: Path, uninterrupted: Path, step: int
 ) -> None:

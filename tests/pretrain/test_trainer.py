@@ -300,6 +300,18 @@ def test_evaluation_is_the_same_each_time_and_leaves_training_alone(data_dir: Pa
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
+def test_evaluation_is_the_loss_without_dropout_over_all_held_out_tokens(data_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(config(data_dir, tmp_path, train__eval_every=1))
+    assert trainer.eval_data is not None
+    measured = trainer._evaluate()
+    with torch.no_grad():
+        output = trainer.model.eval()(**trainer.eval_data.batch(0, 20))
+    assert measured["eval_mlm_loss"] == pytest.approx(output.mlm_loss.item(), rel=1e-6)
+    assert measured["eval_nsp_loss"] == pytest.approx(output.nsp_loss.item(), rel=1e-6)
+    assert measured["eval_mlm_accuracy"] == pytest.approx(output.num_mlm_correct.item() / output.num_masked.item())
+    assert measured["eval_nsp_accuracy"] == pytest.approx(output.num_nsp_correct.item() / 20)
+
+
 def test_held_out_data_may_lie_elsewhere(data_dir: Path, tmp_path: Path) -> None:
     other = write_directory(tmp_path / "other", {"train": [9]})
     trainer = Trainer(config(data_dir, tmp_path / "run", data__eval_path=other, train__eval_every=1))
