@@ -38,6 +38,8 @@ TINY = {
     "train.device": "cpu",
     "train.num_threads": 1,
 }
+# Changes for the shard of NVIDIA's make.
+NVIDIA = {"data__max_predictions_per_seq": 20, "model__max_position_embeddings": 128, "model__vocab_size": 30522}
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["pretrain.command", "pretrain.trainer", "tests.run_factory"])
