@@ -304,3 +304,149 @@ def test_help_shows_an_example_per_source() -> None:
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for source in ("wikipedia-dump:", "wikipedia:2", "hf:", "text:", "files:"):
         assert source in text
+
+
+def test_instances_are_counted_by_source(tmp_path: Path) -> None:
+    second = write_corpus(tmp_path / "second.txt", num_documents=7, seed=5)
+    code, output = build(tmp_path, "--source", f"text:{second}", "--eval-fraction", "0.2", "--duplicate-factor", "2")
+    assert code == 0
+    manifest = read_manifest(output)
+    first, last = (source["instances"] for source in manifest["sources"])
+    assert first > 4 * last > 0
+    assert first + last == manifest["totals"]["instances"]
+
+
+def test_input_that_changed_is_noticed_whatever_its_size(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    build(tmp_path, corpus=corpus)
+    corpus.write_text(corpus.read_text().replace("cat", "cow"))
+    assert build(tmp_path, corpus=corpus)[0] == 2
+    assert "of other input" in capsys.readouterr().err
+    assert build(tmp_path, "--overwrite", corpus=corpus)[0] == 0
+
+
+def test_a_lost_shard_is_not_taken_for_built(tmp_path: Path) -> None:
+    _, output = build(tmp_path, "--num-shards", "2")
+    before = digest(output)
+    (output / "train_00001.hdf5").unlink()
+    assert build(tmp_path, "--num-shards", "2")[0] == 2
+    assert build(tmp_path, "--num-shards", "2", "--overwrite")[0] == 0
+    assert digest(output) == before
+
+
+def test_overwrite_replaces_a_damaged_manifest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    _, output = build(tmp_path)
+    before = digest(output)
+    (output / "manifest.json").write_text("{")
+    assert build(tmp_path)[0] == 2
+    assert "manifest.json: not valid JSON" in capsys.readouterr().err
+    assert build(tmp_path, "--overwrite")[0] == 0
+    assert digest(output) == before
+
+
+def test_overwrite_never_deletes_folders_or_the_input(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    home = tmp_path / "home"
+    (home / "photos").mkdir(parents=True)
+    assert build(tmp_path, "--overwrite", name="home")[0] == 2
+    assert "folders in it (photos)" in capsys.readouterr().err
+    corpora = tmp_path / "corpora"
+    corpora.mkdir()
+    corpus = write_corpus(corpora / "corpus.txt")
+    assert build(tmp_path, "--overwrite", name="corpora", corpus=corpus)[0] == 2
+    assert "has the input corpus.txt in it" in capsys.readouterr().err
+    assert corpus.exists()
+    assert only(tmp_path, "home", "corpora", "corpus.txt")
+
+
+def test_a_link_to_the_output_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert build(tmp_path)[0] == 0
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "manifest.json").is_file()
+    assert only(tmp_path, "out", "disk", "corpus.txt")
+
+
+def test_an_output_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert build(tmp_path, name="file")[0] == 2
+    assert "is a file; choose a directory" in capsys.readouterr().err
+    assert build(tmp_path, name="file/out")[0] == 2
+    assert "cannot be made: " in capsys.readouterr().err
+
+
+def test_a_second_source_without_documents_stops_before_the_first_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    monkeypatch.setattr("data_prep.build._build", lambda *_: pytest.fail("the first source was read"))
+    assert build(tmp_path, "--source", f"text:{tmp_path}/empty.txt")[0] == 2
+    assert f"--source 'text:{tmp_path}/empty.txt' has no document with text" in capsys.readouterr().err
+
+
+def test_more_than_65536_words_are_stored_wider(tmp_path: Path) -> None:
+    vocabulary = tmp_path / "large.txt"
+    words = [*VOCABULARY.read_text().split("\n")[:-1], *(f"extra{i}" for i in range(40_000))]
+    vocabulary.write_text("\n".join(words) + "\n")
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n\n".join("the cat extra39999 sat.\nit went home extra39999.\n" * 4 for _ in range(8)))
+    code, output = build(tmp_path, "--vocab", str(vocabulary), corpus=corpus)
+    assert code == 0
+    shard = open_shard(output / "train_00000.hdf5")
+    assert shard.tokens.dtype == np.uint32
+    assert shard.tokens.max() == len(words) - 1
+    assert main(["verify", str(output)]) == 0
+
+
+def test_the_longest_instances_hold_whole_documents(tmp_path: Path) -> None:
+    code, output = build(tmp_path, "--max-seq-length", "65535", "--short-seq-prob", "0")
+    assert code == 0
+    shard = open_shard(output / "train_00000.hdf5")
+    assert shard.num_instances >= 60
+    assert shard.lengths.max() > 64
+
+
+def test_trained_special_tokens_lead_and_few_words_are_unknown(tmp_path: Path) -> None:
+    _, output = build(tmp_path, "--train-vocab", "400")
+    manifest = read_manifest(output)
+    assert (output / "vocab.txt").read_text().split("\n")[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert manifest["sources"][0]["unknown_token_rate"] < 0.01
+    assert manifest["vocab"]["size"] <= 400
+
+
+def test_memory_does_not_grow_with_the_corpus_or_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tracemalloc
+
+    # So that small corpora have many chunks too.
+    monkeypatch.setattr("data_prep.shards._COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("data_prep.instance_building._INSTANCES_PER_CHUNK", 1000)
+    monkeypatch.setattr("data_prep.instance_building._DOCUMENTS_PER_TASK", 100)
+
+    def peak(num_documents: int, passes: int) -> int:
+        corpus = write_corpus(tmp_path / f"{num_documents}.txt", num_documents)
+        options = ("--duplicate-factor", str(passes), "--quiet")
+        tracemalloc.start()
+        try:
+            assert build(tmp_path, *options, name=f"out{num_documents}", corpus=corpus)[0] == 0
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(250, 1)  # what is imported stays
+    # Twelve times the instances; their tokens alone are 2 MB.
+    assert peak(1000, 6) < 1.1 * peak(500, 1)
+
+
+def test_quiet_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert build(tmp_path, "--quiet", "--train-vocab", "200")[0] == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_dataset_is_built_by_several_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    rows = [{"body": "The cat sat on the mat. Then it went home to sleep. " * 5} for _ in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "data_prep", "build", "--source", f"hf:{tmp_path}/rows.jsonl", "--text-column", "body"]
+    command += ["--vocab", str(VOCABULARY), "--workers", "2", "--output", str(tmp_path / "out")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    assert read_manifest(tmp_path / "out")["sources"][0]["sentences"] == 1000

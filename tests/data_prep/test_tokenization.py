@@ -6,12 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from data_prep import tokenization
 from data_prep.tokenization import (
     SPECIAL_TOKENS,
     Encoder,
     TokenizerSettings,
+    check_case,
     read_vocabulary,
     train_vocabulary,
     vocabulary_bytes,
@@ -20,6 +24,7 @@ from data_prep.tokenization import (
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = ROOT / "tests/data/vocab_bert_uncased_30522.txt"
+FUZZED_WORDS = [*SPECIAL_TOKENS, *(chr(c) for c in range(33, 500)), *(f"##{chr(c)}" for c in range(33, 500))]
 AWKWARD = [
     "Hello, world! It's 3.50 € (about $4).",
     "naïve café ÅNGSTRÖM İstanbul ß ﬁne",
@@ -136,3 +141,32 @@ def test_bytes_and_windows_line_ends_round_trip(tmp_path: Path) -> None:
     path.write_bytes(vocabulary_bytes(words).replace(b"\n", b"\r\n"))
     assert read_vocabulary(path) == words
     assert vocabulary_hash(words) == vocabulary_hash(read_vocabulary(path))
+
+
+def test_a_cased_vocabulary_needs_cased_text() -> None:
+    cased = [*SPECIAL_TOKENS, *(f"Word{i}" for i in range(40)), *(f"word{i}" for i in range(100))]
+    with pytest.raises(ValueError, match=r"v\.txt is of a cased model .40 of 145 entries have capital letters.: add --cased"):
+        check_case(cased, TokenizerSettings(lowercase=True), "v.txt")
+    check_case(cased, TokenizerSettings(lowercase=False), "v.txt")
+    check_case(read_vocabulary(VOCABULARY), TokenizerSettings(lowercase=True), VOCABULARY)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(max_size=60))
+def test_any_text_agrees_with_the_tokenizer(text: str) -> None:
+    words = FUZZED_WORDS
+    for lowercase in (True, False):
+        encoder, reference = Encoder(words, TokenizerSettings(lowercase=lowercase)), plain_tokenizer(words, lowercase)
+        assert encoder.encode([text])[0].tolist() == reference.encode(text, add_special_tokens=False).ids
+
+
+def test_a_forgotten_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "_MAX_CACHED_CHUNKS", 5)
+    words = read_vocabulary(VOCABULARY)
+    small, large = Encoder(words, TokenizerSettings()), Encoder(words, TokenizerSettings())
+    monkeypatch.undo()
+    for text in ("one two three", "four five one", "two three four five six seven eight", "one"):
+        monkeypatch.setattr(tokenization, "_MAX_CACHED_CHUNKS", 5)
+        found = small.encode([text])[0].tolist()
+        monkeypatch.undo()
+        assert found == large.encode([text])[0].tolist()

@@ -135,3 +135,51 @@ def test_a_wiki_page_is_split_into_sentences() -> None:
         "Then he left.",
         "A new paragraph",
     ]
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        (
+            "'''Aristotle''' ({{IPA|x}};<ref>y</ref> {{lang|z}} {{IPA|w}}, ''Aristotélēs''; 384 BC) was",
+            "Aristotle (Aristotélēs; 384 BC) was",
+        ),
+        ("The Institute (ANSI, {{IPA|x}}) is", "The Institute (ANSI) is"),
+        ("Andorra ({{IPA|x}}, {{IPA|y}}), officially", "Andorra, officially"),
+        (
+            "Apollo (Attic: {{lang|x}}, ''Apollōn''; Doric: {{lang|y}}, ''Apellōn'') is",
+            "Apollo (Attic, Apollōn; Doric, Apellōn) is",
+        ),
+        ("burnt in Alexandria ({{circa}} 292)", "burnt in Alexandria (292)"),
+        (": {{sym|x}}: Gothic letter", "Gothic letter"),
+        ("at 10:30, 1,000 people (and so on), e.g. .NET; a:b", "at 10:30, 1,000 people (and so on), e.g. .NET; a:b"),
+        ("half &#xD800; a &amp; b&nbsp;c &#x110000; &eacute;", "half a & b c &#x110000; é"),
+        ("see [[:Category:Towns|the towns]] and [[:fr:Foo|foo]] [[be-x-old:Foo]][[zh-min-nan:X]]", "see the towns and foo"),
+        ("[[Image:A.png|thumb|[[nested]] caption]]after", "after"),
+        ("a <code>code</code> word<pre>int x[3] = {1};\n</pre>", "a code word"),
+        ("H<sub>2</sub>O and <s>old</s> x<sup>2</sup>", "H2O and old x2"),
+    ],
+)
+def test_a_line_is_cleaned(markup: str, text: str) -> None:
+    assert " ".join(paragraphs(Page("X", markup, LINKS))) == text
+
+
+def test_every_paragraph_can_be_encoded() -> None:
+    for text in paragraphs(Page("X", "a &#xDFFF; b &#55296; c", LINKS)):
+        text.encode("utf-8")
+
+
+def test_memory_does_not_grow_with_the_dump(tmp_path: Path) -> None:
+    import tracemalloc
+
+    def peak(num_pages: int) -> int:
+        path = tmp_path / f"{num_pages}.xml"
+        path.write_bytes(dump(*(page_xml(f"A{i}", f"Text {i}. " * 100) for i in range(num_pages))))
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in read_dump(path, {})) == num_pages
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(4000) < 1.5 * peak(400)
