@@ -139,13 +139,9 @@ TEMPO_INLINE uint32_t bits_of(vint mask) {
 
 // The reverse of bits_of.
 TEMPO_INLINE vint mask_of(uint32_t bits) {
-#if defined(__AVX512F__)
-  return (vint)_mm512_movm_epi32((__mmask16)bits);
-#else
   vint each;
   for (int i = 0; i < kLanes; ++i) each[i] = 1 << i;
   return (splat((int32_t)bits) & each) != 0;
-#endif
 }
 
 // The product of the low 32 bits of every 64-bit lane with `factor`.
@@ -171,14 +167,30 @@ struct First {
 TEMPO_INLINE int count_of(Whole) { return kLanes; }
 TEMPO_INLINE int count_of(First part) { return part.count; }
 
-TEMPO_INLINE vfloat widen(vhalf bits) { return (vfloat)(__builtin_convertvector(bits, vuint) << 16); }
+TEMPO_INLINE vfloat widen(vhalf bits) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
+#else
+  return (vfloat)(__builtin_convertvector(bits, vuint) << 16);
+#endif
+}
 
 // Round to nearest even; a NaN stays one.
 TEMPO_INLINE vhalf narrow(vfloat x) {
   vuint bits = (vuint)x;
   vuint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   vuint result = x == x ? rounded : splat(0x7fc0u);
+#if defined(__AVX512F__)
+  return (vhalf)_mm512_cvtepi32_epi16((__m512i)result);
+#elif defined(__AVX2__)
+  // The packing keeps the two 128-bit halves apart.
+  __m256i packed = _mm256_packus_epi32((__m256i)result, (__m256i)result);
+  return (vhalf)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
   return __builtin_convertvector(result, vhalf);
+#endif
 }
 
 TEMPO_INLINE vfloat load(const float* p, Whole) {
@@ -239,17 +251,26 @@ TEMPO_INLINE void in_vectors(int64_t count, F f) {
 }
 
 TEMPO_INLINE float sum_of(vfloat v) {
-  float lanes[kLanes];
-  memcpy(lanes, &v, sizeof v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
 
+// Of lanes that are not NaN.
 TEMPO_INLINE float largest_of(vfloat v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float result = v[0];
   for (int i = 1; i < kLanes; ++i) result = v[i] > result ? v[i] : result;
   return result;
+#endif
 }
 
 // exp(x) to about 1 unit in the last place; 0 below -87.3 (no denormals), infinite above 88.7, NaN for NaN.

@@ -139,16 +139,12 @@ TEMPO_INLINE vfloat derivative(vfloat y, vfloat t, vint is_right, const GeluTabl
   vint right_piece = truncate(min_of(t, splat(kRightEnd)) * (1.0f / kRightWidth));
   right_piece = right_piece > 4 ? splat(4) : right_piece;
   vint is_far = ~is_right & (t > kLeftSplit);
-  vint piece = is_right ? right_piece : splat(5);
-  vfloat variable = t, factor = t;
-  if (bits_of(is_far) != 0) {
-    // Past kLeftLimit in q the derivative is below float's reach; the bound also keeps zeros out of the logarithm.
-    vfloat magnitude = max_of(-y, splat(5.2e-9f));
-    vfloat q = square_root(max_of(tables.log2_depth - log2_of(magnitude), vfloat{}));
-    piece = is_far ? splat(6) : piece;
-    variable = is_far ? q : t;
-    factor = is_far ? min_of(y, vfloat{}) : t;
-  }
+  // Computed for all: in most vectors some lane is far on the left, and whether one is cannot be predicted. Past kLeftLimit in
+  // q the derivative is below float's reach; the bound also keeps zeros out of the logarithm.
+  vfloat magnitude = max_of(-y, splat(5.2e-9f));
+  vfloat q = square_root(max_of(tables.log2_depth - log2_of(magnitude), vfloat{}));
+  vint piece = is_right ? right_piece : is_far ? splat(6) : splat(5);
+  vfloat variable = is_far ? q : t, factor = is_far ? min_of(y, vfloat{}) : t;
   vfloat u = min_of(variable, splat(kLeftLimit)) - lookup(tables.backward_center, piece);
   vfloat result = polynomial(tables.backward_c, piece, u) * factor;
   result = (is_right & (t >= kRightEnd)) ? splat(1.0f) : result;

@@ -62,46 +62,83 @@ struct RowSums {
 template <class T>
 TEMPO_INLINE RowSums row_sums(const T* grad, const T* y, const float* gamma, const float* beta, const T* exact_x_hat,
                               const LayerNormShape& shape) {
-  vfloat first = {}, second = {};
-  in_vectors(shape.num_columns, [&](int64_t i, auto part) {
+  vfloat first[2] = {}, second[2] = {};
+  auto add = [&](int64_t i, int k, auto part) {
     vfloat dy = load(grad + i, part);
-    first += dy * load(gamma + i, Whole{});
-    second += dy * (load(y + i, part) - load(beta + i, Whole{}));
-  });
+    first[k] += dy * load(gamma + i, Whole{});
+    second[k] += dy * (load(y + i, part) - load(beta + i, Whole{}));
+  };
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= shape.num_columns; i += 2 * kLanes) {
+    add(i, 0, Whole{});
+    add(i + kLanes, 1, Whole{});
+  }
+  in_vectors(shape.num_columns - i, [&](int64_t k, auto part) { add(i + k, 0, part); });
   float correction = 0.0f;
   for (int64_t k = 0; k < shape.num_exact_columns; ++k) {
     const int64_t c = shape.exact_columns[k];
     correction += get(grad + c) * (get(exact_x_hat + k) * gamma[c] - (get(y + c) - beta[c]));
   }
-  return {sum_of(first), sum_of(second) + correction};
+  return {sum_of(first[0] + first[1]), sum_of(second[0] + second[1]) + correction};
 }
 
-// inverse_gamma is 0 in the exact columns: the vector loop leaves their x_hat out, and the scalar loop puts it in.
 template <class T>
-void backward_range(const T* grad, const T* y, const float* rstd, const float* gamma, const float* inverse_gamma,
-                    const float* beta, const T* exact_x_hat, T* dx, float* dgamma, float* dbeta, const LayerNormShape& shape,
-                    int64_t begin, int64_t end) {
-  const int64_t columns = shape.num_columns, num_exact = shape.num_exact_columns;
-  for (int64_t r = begin; r < end; ++r) {
-    const T *dy_row = grad + r * columns, *y_row = y + r * columns, *exact_row = exact_x_hat + r * num_exact;
-    T* dx_row = dx + r * columns;
-    const RowSums sums = row_sums(dy_row, y_row, gamma, beta, exact_row, shape);
-    const float mean_first = sums.dx_hat / (float)columns, mean_second = sums.dx_hat_x_hat / (float)columns;
-    const float scale = rstd[r];
-    in_vectors(columns, [&](int64_t i, auto part) {
-      vfloat dy = load(dy_row + i, part);
-      vfloat x_hat = (load(y_row + i, part) - load(beta + i, Whole{})) * load(inverse_gamma + i, Whole{});
-      store(dgamma + i, load(dgamma + i, Whole{}) + dy * x_hat, Whole{});
-      store(dbeta + i, load(dbeta + i, Whole{}) + dy, Whole{});
-      store(dx_row + i, (dy * load(gamma + i, Whole{}) - mean_first - x_hat * mean_second) * scale, part);
-    });
-    for (int64_t k = 0; k < num_exact; ++k) {
-      const int64_t c = shape.exact_columns[k];
-      const float dy = get(dy_row + c), x_hat = get(exact_row + k);
-      dgamma[c] += dy * x_hat;
-      put(dx_row + c, (dy * gamma[c] - mean_first - x_hat * mean_second) * scale);
-    }
+struct BackwardRows {
+  const T *grad, *y, *exact_x_hat;
+  const float *rstd, *gamma, *inverse_gamma, *beta;
+  T* dx;
+  float *dgamma, *dbeta;
+  const LayerNormShape& shape;
+};
+
+// kRows rows at once share the loads and stores per column. inverse_gamma is 0 in the exact columns: the vector loop leaves
+// their x_hat out, and the scalar loop puts it in.
+template <int kRows, class T>
+TEMPO_INLINE void backward_rows(const BackwardRows<T>& a, int64_t r) {
+  const int64_t columns = a.shape.num_columns, num_exact = a.shape.num_exact_columns;
+  const T *dy = a.grad + r * columns, *y = a.y + r * columns, *exact = a.exact_x_hat + r * num_exact;
+  T* dx = a.dx + r * columns;
+  // Copies: a store to any of these arrays could otherwise change the pointers, for all that the compiler knows.
+  const float *gammas = a.gamma, *inverses = a.inverse_gamma, *betas = a.beta;
+  float *dgammas = a.dgamma, *dbetas = a.dbeta;
+  float mean_first[kRows], mean_second[kRows], scale[kRows];
+  for (int k = 0; k < kRows; ++k) {
+    const RowSums sums = row_sums(dy + k * columns, y + k * columns, a.gamma, a.beta, exact + k * num_exact, a.shape);
+    mean_first[k] = sums.dx_hat / (float)columns;
+    mean_second[k] = sums.dx_hat_x_hat / (float)columns;
+    scale[k] = a.rstd[r + k];
   }
+  in_vectors(columns, [&](int64_t i, auto part) {
+    const vfloat gamma = load(gammas + i, Whole{}), inverse = load(inverses + i, Whole{}), beta = load(betas + i, Whole{});
+    vfloat dgamma = load(dgammas + i, Whole{}), dbeta = load(dbetas + i, Whole{});
+    for (int k = 0; k < kRows; ++k) {
+      const int64_t at = k * columns + i;
+      // The next rows, while this loop computes: the sums above then find them in the cache.
+      __builtin_prefetch(dy + kRows * columns + at);
+      __builtin_prefetch(y + kRows * columns + at);
+      vfloat g = load(dy + at, part), x_hat = (load(y + at, part) - beta) * inverse;
+      dgamma += g * x_hat;
+      dbeta += g;
+      store(dx + at, (g * gamma - mean_first[k] - x_hat * mean_second[k]) * scale[k], part);
+    }
+    store(dgammas + i, dgamma, Whole{});
+    store(dbetas + i, dbeta, Whole{});
+  });
+  for (int k = 0; k < kRows; ++k)
+    for (int64_t e = 0; e < num_exact; ++e) {
+      const int64_t c = a.shape.exact_columns[e];
+      const float g = get(dy + k * columns + c), x_hat = get(exact + k * num_exact + e);
+      dgammas[c] += g * x_hat;
+      put(dx + k * columns + c, (g * gammas[c] - mean_first[k] - x_hat * mean_second[k]) * scale[k]);
+    }
+}
+
+template <class T>
+void backward_range(const BackwardRows<T>& arrays, int64_t begin, int64_t end) {
+  constexpr int kRows = 2;
+  int64_t r = begin;
+  for (; r + kRows <= end; r += kRows) backward_rows<kRows>(arrays, r);
+  for (; r < end; ++r) backward_rows<1>(arrays, r);
 }
 
 }  // namespace
@@ -117,12 +154,15 @@ void layer_norm_forward(int dtype, const void* x, const float* gamma, const floa
 void layer_norm_backward(int dtype, const void* grad, const void* y, const float* rstd, const float* gamma,
                          const float* inverse_gamma, const float* beta, const void* exact_x_hat, void* dx, float* dgamma,
                          float* dbeta, const LayerNormShape& shape, int64_t begin, int64_t end) {
-  if (dtype == kFloat)
-    backward_range((const float*)grad, (const float*)y, rstd, gamma, inverse_gamma, beta, (const float*)exact_x_hat, (float*)dx,
-                   dgamma, dbeta, shape, begin, end);
-  else
-    backward_range((const bfloat16*)grad, (const bfloat16*)y, rstd, gamma, inverse_gamma, beta, (const bfloat16*)exact_x_hat,
-                   (bfloat16*)dx, dgamma, dbeta, shape, begin, end);
+  if (dtype == kFloat) {
+    backward_range<float>({(const float*)grad, (const float*)y, (const float*)exact_x_hat, rstd, gamma, inverse_gamma, beta,
+                           (float*)dx, dgamma, dbeta, shape},
+                          begin, end);
+  } else {
+    backward_range<bfloat16>({(const bfloat16*)grad, (const bfloat16*)y, (const bfloat16*)exact_x_hat, rstd, gamma,
+                              inverse_gamma, beta, (bfloat16*)dx, dgamma, dbeta, shape},
+                             begin, end);
+  }
 }
 
 }  // namespace TEMPO_ISA
