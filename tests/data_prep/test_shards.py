@@ -102,7 +102,7 @@ def test_the_token_type_follows_the_vocabulary(tmp_path: Path, vocab_size: int, 
 
 
 def test_compressed_shards_are_read_too(tmp_path: Path) -> None:
-    instances = random_instances(300)
+    instances = random_instances(1000)
     plain = write_shard(tmp_path / "plain.hdf5", instances, ATTRIBUTES)
     gzip = write_shard(tmp_path / "gzip.hdf5", instances, ATTRIBUTES, compression="gzip")
     assert_same(open_shard(tmp_path / "gzip.hdf5"), instances)
