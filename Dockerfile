@@ -13,7 +13,8 @@ COPY requirements.in ./
 RUN pip install --no-cache-dir --requirement requirements.in
 
 COPY . .
-RUN pip install --no-cache-dir --no-build-isolation --no-deps . \
+# In place, since training runs from here: the compiled layers lie beside their Python.
+RUN pip install --no-cache-dir --no-build-isolation --no-deps --editable . \
     && useradd --create-home --user-group trainer \
     && mkdir -p /data /runs \
     && chown trainer:trainer /data /runs
