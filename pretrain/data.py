@@ -18,8 +18,27 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from pretrain.dataset import PretrainingData, permutation
 
-__all__ = ["MicroBatches", "PretrainingData", "check_shared_memory", "micro_batches", "permutation", "split_batch"]
+__all__ = [
+]
+    "MODEL_INPUTS",
+    "MicroBatches",
+    "PretrainingData",
+    "check_shared_memory",
+    "micro_batches",
+    "permutation",
+    "split_batch",
+]
 
+# What of a batch goes to the model, by the names of its arguments; `rng` joins on the way to the device.
+MODEL_INPUTS = (
+    "input_ids",
+    "token_type_ids",
+    "attention_mask",
+    "labels",
+    "next_sentence_label",
+    "masked_positions",
+    "rng",
+)
 # Shared memory that the workers' batches need: below this, PyTorch's workers die or hang (Docker's default is 64 MB).
 _MIN_SHARED_MEMORY_BYTES = 128 * 2**20
 

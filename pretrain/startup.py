@@ -18,7 +18,7 @@ import tempo
 from data_prep.shards import MissingSplitError
 from models.config import BertConfig
 from pretrain.config import Config, UserError
-from pretrain.data import PretrainingData
+from pretrain.data import MODEL_INPUTS, PretrainingData
 
 if TYPE_CHECKING:
     from pretrain.trainer import Trainer
@@ -115,16 +115,7 @@ def _saved_bytes_per_token(trainer: Trainer) -> float:
     count = min(trainer.config.train.micro_batch_size, 4)
     batch = trainer._to_device({**trainer.data.batch(0, count), "first_sample": 0})
     trainer.model.train()
-    saved = tempo.saved_bytes(
-        trainer.model,
-        batch["input_ids"],
-        batch["token_type_ids"],
-        batch["attention_mask"],
-        batch["labels"],
-        batch["next_sentence_label"],
-        masked_positions=batch["masked_positions"],
-        rng=batch["rng"],
-    )
+    saved = tempo.saved_bytes(trainer.model, **{name: batch[name] for name in MODEL_INPUTS})
     return saved.total_bytes / batch["input_ids"].numel()
 
 

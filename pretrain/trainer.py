@@ -23,7 +23,7 @@ from data_prep.masking import mix_keys
 from models.bert import BertForPreTraining, BertOutput
 from pretrain import checkpoint, distributed, resume, startup
 from pretrain.config import Config, UserError, to_dict
-from pretrain.data import micro_batches, split_batch
+from pretrain.data import MODEL_INPUTS, micro_batches, split_batch
 from pretrain.metrics import MetricsFile, WandbMirror
 from pretrain.optimizer import Lamb, build_optimizer, global_grad_norm
 from pretrain.plotting import plot_run
@@ -132,15 +132,7 @@ class Trainer:
         if not self.model.config.uses_philox:
             # PyTorch's generator is seeded for every micro-batch: no state to keep, and a resumed run draws the same masks.
             torch.manual_seed(int(mix_keys(self.config.train.seed, batch["first_sample"])[0]) >> 1)
-        return self.ranked_model(
-            batch["input_ids"],
-            batch["token_type_ids"],
-            batch["attention_mask"],
-            batch["labels"],
-            batch["next_sentence_label"],
-            masked_positions=batch["masked_positions"],
-            rng=batch["rng"],
-        )
+        return self.ranked_model(**{name: batch[name] for name in MODEL_INPUTS})
 
     def _optimizer_step(self) -> float:
         """Clip and step; where the gradient is not finite, touch nothing at all but the loss scale."""
