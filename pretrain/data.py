@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from pretrain.dataset import PretrainingData, permutation
 
 __all__ = [
-]
     "MODEL_INPUTS",
     "MicroBatches",
     "PretrainingData",
