@@ -151,7 +151,7 @@ class BuildKernels(build_ext):
             raise BuildError(f"error: the C++ compiler {compiler[0]!r} was not found; install g++ 11 or newer, or set CXX")
         jobs, link = cuda_commands()
         defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(["-DTEMPO_CUDA"] if jobs else [])]
-        binding = [*compiler, *COMMON_FLAGS, "-O2", *defines, "-isystem", f"{torch}/include", "-c"]
+        binding = [*compiler, *COMMON_FLAGS, "-O3", *defines, "-isystem", f"{torch}/include", "-c"]
         jobs["bindings"] = (SOURCES / "bindings.cpp", binding)
         jobs["cpu_dispatch"] = (SOURCES / "common/cpu_dispatch.cpp", [*compiler, *COMMON_FLAGS, "-O2", "-c"])
         for source in sorted(SOURCES.glob("*/*_cpu.cpp")):

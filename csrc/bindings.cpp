@@ -293,8 +293,11 @@ struct PartialSums {
 
   void add_up() {
     parallel_over_rows(2 * columns, num_chunks, [&](int64_t begin, int64_t end) {
-      for (int64_t chunk = 1; chunk < num_chunks; ++chunk)
-        for (int64_t i = begin; i < end; ++i) values[i] += values[2 * chunk * columns + i];
+      float* __restrict sums = values.data();
+      for (int64_t chunk = 1; chunk < num_chunks; ++chunk) {
+        const float* __restrict part = sums + 2 * chunk * columns;
+        for (int64_t i = begin; i < end; ++i) sums[i] += part[i];
+      }
     });
   }
 };
