@@ -128,5 +128,5 @@ def test_the_quickstart_trains_both_models_and_draws_them() -> None:
     }
     assert saved["tempo"] < 0.7 * saved["torch"]
     assert (ROOT / "runs/quickstart/compare.png").stat().st_size > 10_000
-    for text in ("final", "accuracy", "sequences", "bytes/token", "compare.png"):
+    for text in ("final", "accuracy", "sequences", "saved bytes", "compare.png"):
         assert text in done.stdout
