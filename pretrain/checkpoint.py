@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 DIRECTORY = "checkpoints"
 _PREFIX = "step_"
 _UNFINISHED = ".unfinished_"
+# Less free space than this after a failed write means that it failed for want of space.
+_FULL_BYTES = 1 << 20
 _MODEL, _OPTIMIZER, _PROGRESS = "model.pt", "optimizer.pt", "progress.json"
 
 
@@ -100,8 +102,11 @@ def save(run: Path, step: int, *, model: Mapping[str, Any], optimizer: Mapping[s
             unfinished.rename(target)
         _sync(directory)
     except (OSError, RuntimeError) as error:
+        free = shutil.disk_usage(directory).free
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(f"could not write the checkpoint {target}: {error}; older checkpoints are intact") from error
+        # PyTorch's writer reports a full disk as a position in its archive.
+        full = f"the disk is full, {free / 2**20:,.0f} MiB were left" if free < _FULL_BYTES else str(error)
+        raise OSError(f"could not write the checkpoint {target}: {full}; older checkpoints are intact") from error
     return target
 
 

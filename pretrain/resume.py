@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import logging
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from models.config import BertConfig
 from pretrain import checkpoint
@@ -15,6 +16,8 @@ from pretrain.metrics import METRICS_NAME
 from pretrain.sections import ModelSection
 
 log = logging.getLogger(__name__)
+
+_LOCK_NAME = ".lock"
 
 # Keys that must not change between the parts of one training: each would silently bend the curve, or be overruled by the
 # optimizer's saved state.
@@ -67,6 +70,33 @@ _HARMLESS_KEYS = (
 def holds_run(run: Path) -> bool:
     """Whether a directory has metrics or checkpoints of a run."""
     return (run / METRICS_NAME).exists() or bool(checkpoint.list_checkpoints(run))
+
+
+def hold_run(run: Path) -> IO[str]:
+    """Make the run directory this process's own until it ends: two trainings would write into each other's metrics.
+
+    Returns:
+        The locked file; the lock lasts as long as it is open. A record lock, which data workers do not inherit, so a run that
+        was killed can be started again at once.
+
+    Raises:
+        UserError: another process trains there, or the directory cannot be made.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        file = (run / _LOCK_NAME).open("w")
+    except OSError as error:
+        raise UserError(f"train.output_dir {run} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise UserError(
+            f"another process is training in {run}: wait for it or stop it, or choose another train.output_dir"
+        ) from None
+    except OSError as error:
+        log.warning("%s cannot be locked (%s); see to it that no other process trains there", run, error)
+    return file
 
 
 def find_checkpoint(config: Config) -> Path | None:

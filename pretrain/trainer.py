@@ -22,7 +22,7 @@ import tempo
 from data_prep.masking import mix_keys
 from models.bert import BertForPreTraining, BertOutput
 from pretrain import checkpoint, distributed, resume, startup
-from pretrain.config import Config, UserError, to_dict
+from pretrain.config import Config, to_dict
 from pretrain.data import MODEL_INPUTS, micro_batches, split_batch
 from pretrain.metrics import MetricsFile, WandbMirror
 from pretrain.optimizer import Lamb, build_optimizer, global_grad_norm
@@ -251,10 +251,7 @@ class Trainer:
     def _open_outputs(self) -> None:
         if not self.ranks.is_main:
             return
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"train.output_dir {self.run_dir} cannot be made: {error.strerror}") from error
+        self.lock = resume.hold_run(self.run_dir)
         self.metrics = MetricsFile(self.run_dir)
         before = self.last_checkpoint.parent.parent if self.last_checkpoint else self.run_dir
         kept, last_logged = self.metrics.keep_until(self.progress.step, before)

@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from pretrain import checkpoint
 from pretrain.config import UserError
+from pretrain.resume import hold_run
 from pretrain.trainer import Trainer
 from tests.run_factory import RunProcess, arguments, config, last_step, losses, rows_of, stable_rows, train
 
@@ -345,3 +348,17 @@ def test_weights_of_another_vocabulary_are_refused(data_dir: Path, tmp_path: Pat
 
 def test_user_errors_are_of_the_class_that_the_command_reports() -> None:
     assert issubclass(UserError, ValueError)
+
+
+def test_two_trainings_in_one_directory_are_refused(data_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lock = "import sys; from pathlib import Path; from pretrain.resume import hold_run; hold = hold_run(Path(sys.argv[1]));"
+    command = [sys.executable, "-c", lock + "print('held', flush=True); sys.stdin.read()", str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=r"another process is training in .*run"):
+            hold_run(run)
+        other.kill()
+        other.wait()
+        hold_run(run).close()

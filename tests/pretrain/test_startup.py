@@ -61,7 +61,7 @@ def test_a_gpu_that_is_not_there_is_an_error(data_dir: Path, tmp_path: Path) -> 
 def test_a_run_directory_that_cannot_be_made_is_an_error(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "is a file" in refusal(data_dir, tmp_path / "file")
-    assert "cannot be made: Not a directory" in refusal(data_dir, tmp_path / "file" / "run")
+    assert "cannot be written: Not a directory" in refusal(data_dir, tmp_path / "file" / "run")
 
 
 def test_the_deterministic_flag_and_threads_reach_pytorch(
