@@ -55,6 +55,11 @@ _CLOSING_PUNCTUATION = re.compile(r"[,;:\s]+\)")
 _PUNCTUATION_TWICE = re.compile(r"[,;:]\s*(?=[,;](?:\s|$))")
 _LEADING_PUNCTUATION = re.compile(r"^\s*[,;:]+\s+")
 _SPACE_BEFORE_PUNCTUATION = re.compile(r"\s+([,.;:)])(?=[\s,.;:)]|$)")
+_MEASURES = ("convert", "cvt")
+_NUMBER_OR_JOINER = re.compile(r"[\d.,+−/-]+|to|and|or|by|x|×|–|-|±")
+# Name of a template -> which of its parameters is the text.
+_WRAPPERS = {"lang": 1, "nowrap": 0, "nobr": 0, "em": 0, "strong": 0, "abbr": 0, "small": 0}
+_CHARACTERS = {"nbsp": " ", "ndash": "–", "mdash": "—", "snd": " – ", "spnd": " – ", "spaced ndash": " – ", "'": "'"}
 _SPACES = re.compile(r"\s+")
 # A paragraph ends at an empty line; a single line break inside it is white space.
 _LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")
@@ -167,6 +172,22 @@ def _render(code: Any, page: Page) -> Iterator[str]:
             yield f"\n\0{node.level}{node.title.strip_code()}\n"
         elif isinstance(node, nodes.Tag):
             yield from _render_tag(node, page)
+        elif isinstance(node, nodes.Template):
+            yield from _render_template(node, page)
+
+
+def _render_template(node: Any, page: Page) -> Iterator[str]:
+    """The few templates that stand inside sentences for plain words; all others are no text."""
+    name = str(node.name).strip().lower()
+    words = ["".join(_render(parameter.value, page)).strip() for parameter in node.params if not parameter.showkey]
+    if name in _MEASURES:
+        # 3|to|5|km|mi: up to the first word that is neither a number nor a joiner, the unit.
+        unit = next((i for i, word in enumerate(words) if not _NUMBER_OR_JOINER.fullmatch(word)), len(words))
+        yield " ".join(words[: unit + 1])
+    elif name in _WRAPPERS and len(words) > _WRAPPERS[name]:
+        yield words[_WRAPPERS[name]]
+    else:
+        yield _CHARACTERS.get(name, "")
 
 
 def _render_tag(node: Any, page: Page) -> Iterator[str]:

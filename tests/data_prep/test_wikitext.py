@@ -66,7 +66,7 @@ def dump(*pages: str) -> bytes:
 
 def test_an_article_becomes_clean_paragraphs() -> None:
     assert paragraphs(Page("Springfield", ARTICLE, LINKS)) == [
-        "Springfield is a town in the States. It has of roads & a river.",
+        "Springfield is a town in the States. It has 3 mi of roads & a river.",
         "It was founded in 1850 by John Doe in a report.",
         "First item with a link",
         "Second item",
@@ -183,3 +183,21 @@ def test_memory_does_not_grow_with_the_dump(tmp_path: Path) -> None:
             tracemalloc.stop()
 
     assert peak(4000) < 1.5 * peak(400)
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("{{convert|3|mi|km}}", "3 mi"),
+        ("{{Convert|1,200|to|1,500|ft|m|abbr=on}}", "1,200 to 1,500 ft"),
+        ("{{cvt|5}}", "5"),
+        ("{{lang|fr|''mot''}}", "mot"),
+        ("{{nowrap|two [[word]]s}}", "two words"),
+        ("{{lang|fr}}", ""),
+        ("{{unknown|text}}", ""),
+        ("{{convert}}", ""),
+    ],
+)
+def test_templates_that_stand_for_words_inside_a_sentence_are_words(markup: str, text: str) -> None:
+    (line,) = paragraphs(Page("X", f"It is {markup} here.", LINKS))
+    assert line == " ".join(f"It is {text} here.".split())
