@@ -42,6 +42,7 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: per group.
         max_grad_norm: global clipping; None or 0 does not clip.
         nvlamb: use the trust ratio for parameters without decay too.
+        bias_correction: divide the moments by 1 - beta^t.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         max_grad_norm: float | None = 1.0,
         nvlamb: bool = False,
+        bias_correction: bool = True,
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or (max_grad_norm or 0) < 0:
+        if not all(value >= 0 for value in (lr, eps, weight_decay, max_grad_norm or 0)):  # NaN is refused too
             raise ValueError(
                 f"lr, eps, weight_decay and max_grad_norm must not be negative, got {lr}, {eps}, {weight_decay}, {max_grad_norm}"
             )
@@ -62,7 +64,20 @@ class Lamb(torch.optim.Optimizer):
             raise ValueError(f"betas must lie in [0, 1), got {betas}")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "step": 0}
         super().__init__(params, defaults)
-        self.max_grad_norm, self.nvlamb = max_grad_norm, nvlamb
+        self.max_grad_norm, self.nvlamb, self.bias_correction = max_grad_norm, nvlamb, bias_correction
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned; the moments stay float32.
+
+        `torch.optim.Optimizer` would cast them to the parameter's dtype, and a resumed run with 16-bit parameters would differ.
+        """
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(indices, parameters, strict=True):
+            if p.dtype != torch.float32 and index in saved:
+                self.state[p] = {name: value.to(p.device, torch.float32, copy=True) for name, value in saved[index].items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None, *, grad_norm: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
@@ -71,12 +86,17 @@ class Lamb(torch.optim.Optimizer):
         Args:
             closure: runs forward and backward again and returns the loss.
             grad_norm: the global gradient norm where the caller has it already.
+
+        Raises:
+            ValueError: a sparse gradient; nothing was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         parameters = [p for group in self.param_groups for p in group["params"]]
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            raise ValueError("Lamb takes dense gradients; make embeddings with sparse=False")
         if grad_norm is None:
             grad_norm = global_grad_norm(parameters)
         # A tensor, so that the host need not know it.
@@ -90,8 +110,6 @@ class Lamb(torch.optim.Optimizer):
 
     def _moments(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         for p in parameters:
-            if p.grad is not None and p.grad.is_sparse:
-                raise ValueError("Lamb takes dense gradients; make embeddings with sparse=False")
             if not self.state[p]:
                 self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
                 self.state[p]["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
@@ -107,11 +125,12 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(exp_avg_sq, beta_2)
         torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1.0 - beta_2)
 
-        # u = m_hat / (sqrt(v_hat) + eps) + wd w, the gradients' memory used again for the denominator.
-        denominator = torch._foreach_div(exp_avg_sq, 1.0 - beta_2 ** group["step"])
+        # u = m_hat / (sqrt(v_hat) + eps) + wd w
+        correction_1, correction_2 = (1.0 - beta ** group["step"] if self.bias_correction else 1.0 for beta in group["betas"])
+        denominator = torch._foreach_div(exp_avg_sq, correction_2)
         torch._foreach_sqrt_(denominator)
         torch._foreach_add_(denominator, group["eps"])
-        update = torch._foreach_div(exp_avg, 1.0 - beta_1 ** group["step"])
+        update = torch._foreach_div(exp_avg, correction_1)
         torch._foreach_div_(update, denominator)
         if group["weight_decay"] != 0:
             torch._foreach_add_(update, weights, alpha=group["weight_decay"])

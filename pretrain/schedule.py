@@ -33,7 +33,7 @@ def learning_rate(step: int, *, name: str, base: float, warmup_proportion: float
     """
     check_schedule(name, warmup_proportion, total_steps)
     if not 1 <= step <= total_steps:
-        raise ValueError(f"the step must lie in [1, {total_steps}], got {step}")
+        raise ValueError(f"the step must lie in [1, {total_steps}] (train.max_steps is {total_steps}), got {step}")
     progress = step / total_steps
     if progress < warmup_proportion:
         return base * progress / warmup_proportion

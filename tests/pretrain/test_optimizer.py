@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from models.bert import BertForPreTraining
 from models.config import BertConfig
@@ -40,11 +41,11 @@ class Float64Lamb:
                 w.sub_(lr * ratio * u)
 
 
-def two_groups() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def two_groups(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     torch.manual_seed(0)
-    decayed = [nn.Parameter(torch.randn(7, 5) * 0.1), nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.randn(33))]
-    undecayed = [nn.Parameter(torch.randn(6)), nn.Parameter(torch.zeros(2))]
-    return decayed, undecayed
+    decayed = [torch.randn(7, 5) * 0.1, torch.zeros(4, 3), torch.randn(33)]
+    undecayed = [torch.randn(6), torch.zeros(2)]
+    return [nn.Parameter(w.to(dtype)) for w in decayed], [nn.Parameter(w.to(dtype)) for w in undecayed]
 
 
 def make_lamb(decayed: list[nn.Parameter], undecayed: list[nn.Parameter], nvlamb: bool = False) -> Lamb:
@@ -95,11 +96,16 @@ def load_timm_lamb() -> type[torch.optim.Optimizer]:
             del sys.modules[name]
 
 
-def test_lamb_equals_timms_where_the_definitions_meet() -> None:
+@pytest.mark.parametrize("nvlamb", [False, True])
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_lamb_equals_timms_where_the_definitions_meet(nvlamb: bool, bias_correction: bool) -> None:
+    """Theirs with its defaults: averaged gradients, decay inside the update, no bound on the ratio; nvlamb is always_adapt."""
     ours, theirs = two_groups(), two_groups()
-    optimizer = make_lamb(*ours)
+    optimizer = make_lamb(*ours, nvlamb)
+    optimizer.bias_correction = bias_correction
     groups = [{"params": theirs[0], "weight_decay": 0.01}, {"params": theirs[1], "weight_decay": 0.0}]
-    other = load_timm_lamb()(groups, lr=0.01, betas=BETAS, eps=EPS, max_grad_norm=CLIP)
+    settings = {"always_adapt": nvlamb, "bias_correction": bias_correction}
+    other = load_timm_lamb()(groups, lr=0.01, betas=BETAS, eps=EPS, max_grad_norm=CLIP, **settings)
     generator = torch.Generator().manual_seed(2)
     for _ in range(50):
         for ours_group, theirs_group in zip(ours, theirs, strict=True):
@@ -159,33 +165,44 @@ def test_sparse_gradients_are_refused() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
     optimizer = Lamb(embedding.parameters(), lr=0.1)
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(ValueError, match="sparse=False"):
-        optimizer.step(grad_norm=torch.tensor(1.0))
+    for norm in (torch.tensor(1.0), None):
+        with pytest.raises(ValueError, match="sparse=False"):
+            optimizer.step(grad_norm=norm)
+    assert optimizer.param_groups[0]["step"] == 0
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"lr": -1.0}, "negative"), ({"betas": (0.9, 1.0)}, "betas"), ({"eps": -1e-3}, "negative")]
+    ("arguments", "message"),
+    [
+        ({"lr": -1.0}, "negative"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"eps": -1e-3}, "negative"),
+        ({"lr": math.nan}, "negative"),
+        ({"max_grad_norm": -1.0}, "negative"),
+    ],
 )
 def test_wrong_settings_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Lamb([nn.Parameter(torch.ones(2))], **arguments)
 
 
-def test_state_survives_a_round_trip_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_survives_a_round_trip_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     def steps(optimizer: Lamb, parameters: list[nn.Parameter], seeds: range) -> None:
         for seed in seeds:
             for i, p in enumerate(parameters):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + i))
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + i)).to(dtype)
             optimizer.step()
 
-    decayed, undecayed = two_groups()
+    decayed, undecayed = two_groups(dtype)
     optimizer = make_lamb(decayed, undecayed)
     steps(optimizer, decayed + undecayed, range(5))
     torch.save({"o": optimizer.state_dict(), "w": [p.detach() for p in decayed + undecayed]}, tmp_path / "s.pt")
     steps(optimizer, decayed + undecayed, range(5, 9))
 
     saved = torch.load(tmp_path / "s.pt", weights_only=True)
-    again = two_groups()
+    again = two_groups(dtype)
     resumed = make_lamb(*again)
     resumed.load_state_dict(saved["o"])
     for p, w in zip(again[0] + again[1], saved["w"], strict=True):
@@ -216,3 +233,65 @@ def test_biases_and_layer_norms_do_not_decay_in_any_mode(layers: str) -> None:
 def test_an_unknown_optimizer_is_named() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.name must be one of lamb, adamw"):
         build_optimizer(nn.Linear(2, 2), name="sgd", learning_rate=1, betas=BETAS, eps=1e-6, weight_decay=0.0, max_grad_norm=1.0)
+
+
+def test_a_grad_scaler_skips_a_step_with_infinite_gradients_whole() -> None:
+    """Through GradScaler.step, which passes the norm on; a skipped step changes no weight, no moment and no count."""
+    decayed, undecayed = two_groups()
+    optimizer, scaler = make_lamb(decayed, undecayed), torch.amp.GradScaler("cpu", init_scale=4.0)
+    counts = []
+    for value in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        loss = sum((p * value).sum() for p in decayed + undecayed)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        before = [p.detach().clone() for p in decayed + undecayed]
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        scaler.step(optimizer, grad_norm=global_grad_norm(decayed + undecayed))
+        scaler.update()
+        counts.append(optimizer.param_groups[0]["step"])
+        if math.isinf(value):
+            assert all(torch.equal(a, b) for a, b in zip(before, decayed + undecayed, strict=True))
+            assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, optimizer.state.values(), strict=True))
+    assert counts == [1, 1, 2]
+
+
+def test_the_number_of_foreach_calls_does_not_grow_with_the_number_of_parameters() -> None:
+    def calls(num_parameters: int) -> int:
+        parameters = [nn.Parameter(torch.ones(3)) for _ in range(num_parameters)]
+        optimizer = Lamb(parameters, lr=0.1)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()  # makes the moments
+        with CountCalls() as count:
+            optimizer.step(grad_norm=torch.tensor(1.0))
+        return count.calls
+
+    assert calls(40) == calls(2) > 5
+
+
+class CountCalls(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls += getattr(function, "__name__", "").startswith("_foreach")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_tied_parameter_comes_once_and_frozen_ones_not_at_all() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3, bias=False), "norm": nn.LayerNorm(3)})
+    model["b"].weight = model["a"].weight
+    model["norm"].weight.requires_grad_(False)
+    decayed, undecayed = parameter_groups(model, 0.1)
+    assert [id(p) for p in decayed["params"]] == [id(model["a"].weight)]
+    assert {id(p) for p in undecayed["params"]} == {id(model["a"].bias), id(model["norm"].bias)}
+
+
+def test_adamw_decays_the_same_parameters() -> None:
+    settings = {"learning_rate": 1e-3, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    optimizer = build_optimizer(nn.Linear(2, 2), name="adamw", **settings)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert [(len(g["params"]), g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
+        (1, 0.1, BETAS),
+        (1, 0.0, BETAS),
+    ]
