@@ -11,12 +11,18 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "common/cpu_kernels.h"
+
+// Named so from PyTorch 2.11 on; 2.10's headers have the same check under its older name.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
 
 namespace {
 
@@ -311,7 +317,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(Tensor grad, Tensor y, Te
   const Tensor dy = dense(grad), output = dense(y), exact = dense(exact_x_hat);
   const auto gamma = as_floats(weight, shape.num_columns), beta = as_floats(bias, shape.num_columns);
   std::vector<float> inverse_gamma(gamma.size(), 0.0f);
-  for (int64_t i = 0; i < shape.num_columns; ++i) inverse_gamma[i] = 1.0f / gamma[i];
+  // 0 for gamma = 0: in more columns than are kept it must not spread NaN over the row.
+  for (int64_t i = 0; i < shape.num_columns; ++i)
+    inverse_gamma[i] = std::fabs(gamma[i]) < std::numeric_limits<float>::min() ? 0.0f : 1.0f / gamma[i];
   for (int64_t k = 0; k < shape.num_exact_columns; ++k) inverse_gamma[shape.exact_columns[k]] = 0.0f;
   Tensor dx = torch::stable::empty_like(dy);
   PartialSums sums(rows, shape.num_columns);

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tempo._library import arithmetic_dtype, define
-from tempo.dropout import SampleCounter
 from tempo.philox import check_probability, check_rng, keep_mask, keep_scale
 
 
@@ -108,6 +107,17 @@ class _Attention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None, None, None, None, None
 
 
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    tensors = {"query": query, "key": key, "value": value}
+    fits = all(t.dim() == 4 for t in tensors.values())
+    fits = fits and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    if not fits or key.shape[2] != value.shape[2] or query.shape[3] != key.shape[3]:
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"attention needs query [B, N, Q, D], key [B, N, K, D], value [B, N, K, D]; got {shapes}")
+    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value must have one floating dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
+
+
 def _check_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     if mask is None:
         return None
@@ -122,6 +132,8 @@ def _check_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
             f"attention_mask must be bool [batch, keys] (True = attend) = [{batch}, {num_keys}], or bool or additive floating"
             f" and broadcast to {list(full)}; got {mask.dtype} {list(mask.shape)}"
         )
+    if mask.requires_grad:
+        raise ValueError("attention_mask requires a gradient, which attention does not compute: detach it")
     return mask
 
 
@@ -157,9 +169,11 @@ def attention(
         [B, N, Q, D], dtype of `query`.
 
     Raises:
-        ValueError: a mask that does not fit, p outside [0, 1], or a missing or wrong `rng`.
+        ValueError: tensors or a mask that do not fit, a mask that requires a gradient, p outside [0, 1], or a missing or
+            wrong `rng`.
     """
     check_probability(p)
+    _check_shapes(query, key, value)
     p = p if training else 0.0
     if rng is None:
         if p > 0.0:
@@ -198,24 +212,24 @@ class Combined(nn.Module):
         dim: the dimension of the softmax; the last one only.
         p: probability of dropping an element.
 
-    Counts its own samples (first dimension) for the masks.
+    Draws a fresh seed for the mask from PyTorch's generator at every call in training, as `nn.Dropout` draws its mask: layers
+    are independent of one another, `torch.manual_seed` repeats a run, and activation checkpointing, which restores that
+    generator, draws the same mask again. For masks that do not depend on how a batch is split, use `attention` with `rng`.
     """
 
     def __init__(self, dim: int, p: float) -> None:
         super().__init__()
         check_probability(p)
         self.dim, self.p = dim, p
-        self.counter = SampleCounter()
 
     def forward(self, scores: Tensor, value: Tensor) -> Tensor:
         """Return dropout(softmax(scores)) @ value: [..., Q, K] and [..., K, D] give [..., Q, D]."""
         if self.dim not in (-1, scores.dim() - 1):
             raise ValueError(f"Combined takes the softmax over the last dimension only, got dim={self.dim}")
         p = self.p if self.training else 0.0
+        rng = torch.zeros(2, dtype=torch.int64, device=scores.device)
         if p > 0.0:
-            rng = self.counter.next(scores.shape[0], scores.device)
-        else:
-            rng = torch.zeros(2, dtype=torch.int64, device=scores.device)
+            rng[0] = torch.randint(-(2**63), 2**63 - 1, (), device=scores.device)
         return _SoftmaxDropoutMatmul.apply(scores, value, p, rng)
 
     def extra_repr(self) -> str:

@@ -213,6 +213,31 @@ define(
 )
 
 
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements of `x` may share memory, as those of an expanded tensor do."""
+    if x.is_contiguous():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _why_not_inplace(x: Tensor) -> str | None:
+    """What forbids to write over `x`, looked at before it is written; None where nothing does."""
+    if x.requires_grad and torch.is_grad_enabled():
+        if x.is_leaf:
+            return "a leaf tensor that requires a gradient"
+        base = None if torch.compiler.is_compiling() else x._base
+        if base is not None and base.is_leaf and base.requires_grad:
+            return "a view of a leaf tensor that requires a gradient"
+    if not torch.compiler.is_compiling() and _overlaps_itself(x):
+        return "a tensor whose elements share memory (an expanded one, for example)"
+    return None
+
+
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str, side_bits: int, inplace: bool) -> Tensor:
@@ -241,24 +266,33 @@ def gelu(x: Tensor, approximate: str = "none", side_bits: int = 1, inplace: bool
         approximate: "none" for x * Phi(x), "tanh" for the tanh form, as in `torch.nn.functional.gelu`.
         side_bits: 1 keeps which side of the minimum x lay on; 4 keeps three more bits, which makes a 16-bit gradient as
             accurate as one from x.
-        inplace: write the result over `x`. Autograd refuses (at the backward pass) if an earlier operation needed `x`.
+        inplace: write the result over `x` and return `x`. Autograd refuses (at the backward pass) if an earlier operation
+            needed `x`.
 
     Returns:
         The shape and dtype of `x`.
 
     Raises:
-        ValueError: an unknown `approximate` or `side_bits`, or `inplace` on a leaf that requires a gradient.
+        ValueError: an unknown `approximate` or `side_bits`, an `x` that is not floating, or `inplace` on a leaf that requires
+            a gradient, on a view of one, or on a tensor whose elements share memory.
     """
     if approximate not in COEFFICIENTS:
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     if side_bits not in (1, 4):
         raise ValueError(f"side_bits must be 1 or 4, got {side_bits}")
-    # Functional under compile: an in-place autograd.Function is not traced faithfully (PyTorch issue 184113), and the
-    # compiler plans the memory there anyway.
-    inplace = inplace and not torch.compiler.is_compiling()
-    if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-        raise ValueError("inplace=True would overwrite a leaf tensor that requires a gradient; use inplace=False")
-    return _Gelu.apply(x, approximate, side_bits, inplace)
+    if not x.is_floating_point():
+        raise ValueError(f"gelu needs a floating-point tensor, got {x.dtype}")
+    if not inplace:
+        return _Gelu.apply(x, approximate, side_bits, False)
+    forbidden = _why_not_inplace(x)
+    if forbidden:
+        raise ValueError(f"inplace=True would overwrite {forbidden}; use inplace=False")
+    if torch.compiler.is_compiling():
+        # An in-place autograd.Function is not traced faithfully (PyTorch issue 184113). A copy into x is, and the compiler
+        # drops it where nothing else sees x.
+        x.copy_(_Gelu.apply(x, approximate, side_bits, False))
+        return x
+    return _Gelu.apply(x, approximate, side_bits, True)
 
 
 class InplaceGelu(nn.Module):
@@ -272,9 +306,8 @@ class InplaceGelu(nn.Module):
         self.approximate, self.side_bits, self.inplace = approximate, side_bits, inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        # A leaf that requires a gradient cannot be overwritten; as a drop-in, the module then writes elsewhere.
-        inplace = self.inplace and not (x.is_leaf and x.requires_grad)
-        return gelu(x, self.approximate, self.side_bits, inplace)
+        # As a drop-in, the module writes elsewhere where x must not be overwritten.
+        return gelu(x, self.approximate, self.side_bits, self.inplace and _why_not_inplace(x) is None)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}, side_bits={self.side_bits}, inplace={self.inplace}"

@@ -21,22 +21,22 @@ from tempo._library import arithmetic_dtype, define
 NUM_EXACT_COLUMNS = 16
 # A column is unsafe where |gamma| < |beta| / 8: bfloat16's error of x_hat is then above 0.013.
 _UNSAFE_RATIO = 8.0
-# float16 keeps no small numbers: below this gamma its y has too few significant bits.
-_UNSAFE_GAMMA_FLOAT16 = 2.0**-10
 
 
 def _ratio(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """|beta / gamma| per column; infinite where gamma is 0 (or too small for float16)."""
+    """|beta / gamma| per column; infinite where gamma is 0, or so small that y lies among the dtype's subnormal numbers."""
     gamma, beta = weight.detach().double().abs(), bias.detach().double().abs()
-    lost = gamma < _UNSAFE_GAMMA_FLOAT16 if dtype == torch.float16 else gamma == 0
+    # 2^-10 for float16, whose y has too few significant bits below it; for the other dtypes next to nothing.
+    lost = gamma < 16.0 * torch.finfo(dtype).tiny
     return torch.where(lost, torch.inf, beta / gamma)
 
 
 def num_unsafe_columns(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Count the columns whose x_hat cannot be rebuilt well from y of `dtype`.
 
-    On a GPU only the 16 worst columns keep x_hat (choosing their number would stop the stream every call); more unsafe
-    columns than that lose accuracy, and a trainer should report them. On a CPU every unsafe column keeps it.
+    On a GPU and under torch.compile only the 16 worst columns keep x_hat (choosing their number would stop the stream every
+    call); more unsafe columns than that lose accuracy, and a trainer should report them: with gamma = 0 such a column gets
+    gamma's gradient 0 and the part of dx that its x_hat gives is missing. Elsewhere every unsafe column keeps it.
 
     Returns:
         int64 scalar tensor.
@@ -54,12 +54,14 @@ def exact_columns(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = x.reshape(-1, x.shape[-1]).to(arithmetic_dtype(x.dtype))
-    var, mean = torch.var_mean(wide, dim=1, correction=0, keepdim=True)
-    rstd = torch.rsqrt(var + eps)
-    x_hat = (wide - mean) * rstd
-    y = torch.addcmul(bias.to(wide.dtype), x_hat, weight.to(wide.dtype))
-    return y.to(x.dtype).view(x.shape), rstd.squeeze(1), x_hat[:, columns].to(x.dtype)
+    # In the shape of x throughout: autograd forbids to write over a view that a Function returns.
+    wide = x.contiguous().to(arithmetic_dtype(x.dtype))
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    x_hat = centred.mul_(rstd)
+    y = torch.addcmul(bias.to(wide.dtype), x_hat, weight.to(wide.dtype)).to(x.dtype)
+    return y, rstd.flatten(), x_hat[..., columns].reshape(-1, columns.shape[0]).to(x.dtype)
 
 
 def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +81,9 @@ def _backward(
 
     # gamma * x_hat, where y has it undivided: the row sums then do not see the division's error.
     scaled_RH = shifted_RH.index_copy(1, columns, exact_RK * gamma[columns])
-    x_hat_RH = (shifted_RH / gamma).index_copy_(1, columns, exact_RK)
+    # gamma = 0 in more columns than are kept must not spread NaN over the row.
+    inverse_gamma = torch.where(gamma.abs() < torch.finfo(dtype).tiny, 0.0, 1.0 / gamma)
+    x_hat_RH = (shifted_RH * inverse_gamma).index_copy_(1, columns, exact_RK)
     dx_hat_RH = dy_RH * gamma
     mean_dx_hat = dx_hat_RH.mean(1, keepdim=True)
     mean_dx_hat_x_hat = (dy_RH * scaled_RH).mean(1, keepdim=True)
@@ -134,8 +138,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> T
         The shape and dtype of `x`. Kept for the backward pass: this output, 4 bytes and at least 16 elements per row.
 
     Raises:
-        ValueError: `weight` or `bias` is not [H].
+        ValueError: `weight` or `bias` is not [H], or `x` is not floating or has no elements in its last dimension.
     """
+    if not x.is_floating_point():
+        raise ValueError(f"layer_norm needs a floating-point tensor, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"layer_norm needs a last dimension with at least one element, got shape {list(x.shape)}")
     if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(
             f"weight and bias must be [{x.shape[-1]}], the last dimension of x; got {list(weight.shape)} and {list(bias.shape)}"

@@ -17,7 +17,10 @@ class _CastingLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        x_2d = x.reshape(-1, x.shape[-1])
+        y_2d = F.linear(x_2d, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        # Not a view for autograd, which forbids to write over one that a Function returns (in-place GELU comes next).
+        return torch.ops.aten._unsafe_view(y_2d, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable

@@ -17,8 +17,8 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-# Blocks per pass: eight int64 temporaries of this length stay in the second-level cache.
-_CHUNK_BLOCKS = 1 << 14
+# Blocks per pass: a few int64 temporaries of half a megabyte each, whatever the size of the mask.
+_CHUNK_BLOCKS = 1 << 16
 
 
 def make_rng(seed: int, first_sample: int = 0, device: torch.device | str | None = None) -> Tensor:
@@ -51,6 +51,11 @@ def check_probability(p: float) -> None:
         raise ValueError(f"the dropout probability must lie in [0, 1], got {p}")
 
 
+def check_batched(shape: Sequence[int]) -> None:
+    if len(shape) == 0:
+        raise ValueError("dropout needs a tensor with a batch dimension, got a scalar")
+
+
 def drop_threshold(p: float) -> int:
     """An element is dropped where its 32-bit word is below this."""
     return round(p * 2.0**32)
@@ -68,13 +73,14 @@ def _philox_words(block: Tensor, site: int, seed: Tensor) -> Tensor:
     word_2 = torch.full_like(block, site & _WORD)
     word_3 = torch.full_like(block, (site >> 32) & _WORD)
     for _ in range(_ROUNDS):
-        # int64 products wrap modulo 2^64, which keeps both halves of the unsigned product intact.
+        # int64 products wrap modulo 2^64, which keeps both halves of the unsigned product intact. Words 1 and 3 keep the
+        # upper half with them: one mask after the exclusive or serves both.
         product_0, product_1 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
-        word_0 = (product_1 >> 32).bitwise_and_(_WORD).bitwise_xor_(word_1).bitwise_xor_(key_0)
-        word_2 = (product_0 >> 32).bitwise_and_(_WORD).bitwise_xor_(word_3).bitwise_xor_(key_1)
-        word_1, word_3 = product_1.bitwise_and_(_WORD), product_0.bitwise_and_(_WORD)
+        word_0 = (product_1 >> 32).bitwise_xor_(word_1).bitwise_xor_(key_0).bitwise_and_(_WORD)
+        word_2 = (product_0 >> 32).bitwise_xor_(word_3).bitwise_xor_(key_1).bitwise_and_(_WORD)
+        word_1, word_3 = product_1, product_0
         key_0, key_1 = (key_0 + _KEY_STEPS[0]) & _WORD, (key_1 + _KEY_STEPS[1]) & _WORD
-    return torch.stack((word_0, word_1, word_2, word_3))
+    return torch.stack((word_0, word_1 & _WORD, word_2, word_3 & _WORD))
 
 
 def keep_mask(shape: Sequence[int], p: float, rng: Tensor, site: int) -> Tensor:
@@ -88,7 +94,11 @@ def keep_mask(shape: Sequence[int], p: float, rng: Tensor, site: int) -> Tensor:
 
     Returns:
         bool, of `shape`.
+
+    Raises:
+        ValueError: no batch dimension.
     """
+    check_batched(shape)
     num_elements = math.prod(shape)
     if num_elements == 0:
         return torch.empty(tuple(shape), dtype=torch.bool, device=rng.device)
@@ -104,5 +114,5 @@ def keep_mask(shape: Sequence[int], p: float, rng: Tensor, site: int) -> Tensor:
         torch.ge(words.t(), threshold, out=keep[start * 4 : stop * 4].view(-1, 4))
     if per_sample % 4 == 0:  # then every first element starts a block, whatever the sample
         return keep[:num_elements].view(tuple(shape))
-    place = (first % 4) + torch.arange(num_elements, device=rng.device)
-    return keep[place].view(tuple(shape))
+    # Row k of this view starts at element k: picking one needs no index per element, and no look at `first` from the host.
+    return keep.unfold(0, num_elements, 1).index_select(0, (first % 4).view(1)).view(tuple(shape))

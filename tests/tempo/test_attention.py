@@ -133,16 +133,48 @@ def test_missing_generator_and_wrong_masks_are_named() -> None:
             tempo.attention(*tensors, mask)
 
 
+def test_tensors_that_do_not_fit_are_named() -> None:
+    q, k, v = qkv()
+    for tensors in ((q, k[:, :1], v), (q, k, v[:, :, :4]), (q[..., :3], k, v), (q[0], k[0], v[0])):
+        with pytest.raises(ValueError, match=r"query \[B, N, Q, D\]"):
+            tempo.attention(*tensors)
+    with pytest.raises(ValueError, match="one floating dtype"):
+        tempo.attention(q, k, v.bfloat16())
+
+
+def test_a_mask_that_wants_a_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not compute"):
+        tempo.attention(*qkv(), torch.zeros(1, N, S, S, requires_grad=True))
+
+
+def test_non_contiguous_tensors_and_gradient() -> None:
+    q, k, v = (torch.randn(B, S, N, D, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in range(3))
+    grad = torch.randn(B, S, N, D, dtype=torch.float64).transpose(1, 2)
+    ours, theirs = tempo.attention(q, k, v, padding(), p=0.3, rng=RNG, site=4), eager(q, k, v, padding(), 0.3)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(theirs, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_derivative_is_refused() -> None:
+    q, k, v = qkv()
+    (grad,) = torch.autograd.grad(tempo.attention(q, k, v).sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 @pytest.mark.parametrize("shape", [(4, 6, 6), (2, 2, 6, 6)])
 def test_combined_is_softmax_dropout_matmul(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(5)
     combined = tempo.Combined(-1, 0.25)
     scores = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     value = torch.randn(*shape[:-1], 3, dtype=torch.float64, requires_grad=True)
     before = scores.detach().clone()
     for call in range(2):
+        torch.manual_seed(5 + call)
         out = combined(scores, value)
-        keep = tempo.keep_mask(shape, 0.25, tempo.make_rng(5, call * shape[0]), 0)
+        torch.manual_seed(5 + call)
+        seed = torch.randint(-(2**63), 2**63 - 1, ()).item()
+        keep = tempo.keep_mask(shape, 0.25, tempo.make_rng(seed), 0)
         expected = torch.softmax(scores, -1) * keep / 0.75 @ value
         torch.testing.assert_close(out, expected)
         for a, b in zip(*(torch.autograd.grad(y.square().sum(), (scores, value)) for y in (out, expected)), strict=True):
@@ -150,6 +182,48 @@ def test_combined_is_softmax_dropout_matmul(shape: tuple[int, ...]) -> None:
     assert torch.equal(scores.detach(), before)
     combined.eval()
     torch.testing.assert_close(combined(scores, value), torch.softmax(scores, -1) @ value)
+
+
+def combined_mask(combined: tempo.Combined, size: int = 16) -> Tensor:
+    """What `combined` keeps: uniform scores times the identity show the dropped probabilities."""
+    return combined(torch.zeros(2, size, size), torch.eye(size).expand(2, size, size)) != 0
+
+
+def test_combined_draws_another_mask_in_every_layer_and_call_and_repeats_after_a_seed() -> None:
+    layers = [tempo.Combined(-1, 0.5), tempo.Combined(-1, 0.5)]
+    torch.manual_seed(3)
+    masks = [combined_mask(layer) for layer in layers * 2]
+    for i, mask in enumerate(masks):
+        assert all(not torch.equal(mask, other) for other in masks[:i])
+    torch.manual_seed(3)
+    assert torch.equal(combined_mask(layers[0]), masks[0])
+
+
+def test_combined_draws_the_same_mask_again_under_checkpointing() -> None:
+    combined = tempo.Combined(-1, 0.5)
+    scores, value = torch.randn(2, 8, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
+    results = []
+    for run in (combined, lambda *t: checkpoint(combined, *t, use_reentrant=False)):
+        torch.manual_seed(3)
+        out = run(scores, value)
+        torch.randn(7)  # moves the generator on between the passes
+        results.append((out, *torch.autograd.grad(out.square().sum(), (scores, value))))
+    for plain, checkpointed in zip(*results, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+def test_combined_compiles_and_uses_one_mask_both_ways() -> None:
+    combined = torch.compile(tempo.Combined(-1, 0.5), fullgraph=True)
+    scores, size = torch.zeros(2, 16, 16), 16
+    masks = []
+    for _ in range(3):
+        value = torch.eye(size).expand(2, size, size).clone().requires_grad_()
+        out = combined(scores, value)
+        (grad,) = torch.autograd.grad(out, value, torch.eye(size).expand(2, size, size))
+        torch.testing.assert_close(grad, out.detach().transpose(1, 2))
+        masks.append(out != 0)
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
 
 
 def test_combined_takes_the_last_dimension_only() -> None:

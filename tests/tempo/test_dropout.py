@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 import tempo
@@ -67,6 +68,53 @@ def test_non_contiguous_input_and_gradient() -> None:
     assert torch.equal(y != 0, keep)
     (grad,) = torch.autograd.grad(y, x, torch.ones(6, 10, 4).transpose(1, 2))
     assert torch.equal(grad, keep * 2.0)
+
+
+def test_mask_is_the_same_under_ddp() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return tempo.dropout(x * self.scale, 0.4, RNG, 6)
+
+    x = torch.rand(4, 32) + 1.0
+    keep = tempo.keep_mask(x.shape, 0.4, RNG, 6)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Model())
+        y = model(x)
+        y.sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    assert torch.equal(y != 0, keep)
+    torch.testing.assert_close(model.module.scale.grad, (x * keep / 0.6).sum(0))
+
+
+def test_a_counter_inside_checkpointing_is_an_error_and_not_a_wrong_gradient() -> None:
+    counter = tempo.SampleCounter()
+
+    def f(x: Tensor) -> Tensor:
+        return tempo.dropout(x, 0.5, counter.next(x.shape[0], x.device), 0).square()
+
+    y = checkpoint(f, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="make_rng"):
+        y.sum().backward()
+
+
+def test_a_counter_counts_samples() -> None:
+    torch.manual_seed(77)
+    counter = tempo.SampleCounter()
+    assert counter.next(5, torch.device("cpu")).tolist() == [77, 0]
+    assert counter.next(2, torch.device("cpu")).tolist() == [77, 5]
+    assert counter.next(1, torch.device("cpu")).tolist() == [77, 7]
+
+
+@pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(3, 4, dtype=torch.int64)])
+def test_scalars_and_integers_are_refused(x: Tensor) -> None:
+    with pytest.raises(ValueError, match="dropout needs"):
+        tempo.dropout(x, 0.5, RNG, 0)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1])

@@ -92,6 +92,31 @@ def test_special_values(dtype: torch.dtype) -> None:
             torch.testing.assert_close(grad[1:], torch.tensor([1, 0, 0.5, 0.5, 0, 1, 0]).to(dtype), atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_derivative_is_small_and_has_the_right_sign_beside_the_minimum(approximate: str, dtype: torch.dtype) -> None:
+    x_min = torch.tensor(COEFFICIENTS[approximate]["x_min"]).to(dtype)
+    below = torch.nextafter(x_min, torch.tensor(-1.0).to(dtype))
+    above = torch.nextafter(x_min, torch.tensor(0.0).to(dtype))
+    for side_bits in (1, 4):
+        grad = our_derivative(torch.stack([below, x_min, above]), approximate, side_bits)
+        assert grad[0] <= 0 <= grad[2]
+        assert (grad.double().abs() <= {torch.float32: 5e-5, torch.float16: 7.5e-3, torch.bfloat16: 1.6e-2}[dtype]).all()
+
+
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_least_y_itself_has_derivative_zero(approximate: str, dtype: torch.dtype) -> None:
+    c = COEFFICIENTS[approximate]
+    # The first value of the dtype at or below y_min: y - y_min is then not positive.
+    y = torch.tensor([c["y_min_high"] + c["y_min_low"]]).to(dtype)
+    while y.double() > c["y_min_high"] + c["y_min_low"]:
+        y = torch.nextafter(y, torch.tensor(-1.0).to(dtype))
+    for side in (0, 1):
+        grad = torch.ops.tempo.gelu_backward(torch.ones_like(y), y, torch.tensor([side], dtype=torch.uint8), approximate, 1)
+        assert abs(grad.item()) < 1e-3
+
+
 def test_side_is_one_bit_or_four_in_the_stated_order() -> None:
     x = torch.tensor([-3.0, 1.0, -3.0, 2.0, 0.0, -3.0, -3.0, -3.0, 5.0, -3.0])
     _, side = torch.ops.tempo.gelu_forward(x, "none", 1)
@@ -159,6 +184,80 @@ def test_non_contiguous_input_and_gradient() -> None:
     y = tempo.gelu(base.t())
     (grad,) = torch.autograd.grad(y, base, torch.ones(6, 10).t())
     torch.testing.assert_close(grad, our_derivative(base.detach(), "none"))
+
+
+def test_inplace_never_writes_before_it_refuses() -> None:
+    leaf = torch.randn(4, 6, requires_grad=True)
+    narrow = torch.randn(1, 6)
+    for x in (leaf, leaf[1:], narrow.expand(3, 6), torch.randn(8).as_strided((4, 3), (1, 2))):
+        before = x.detach().clone()
+        with pytest.raises(ValueError, match="inplace=False"):
+            tempo.gelu(x, inplace=True)
+        assert torch.equal(x.detach(), before)
+        # The module writes elsewhere.
+        torch.testing.assert_close(tempo.InplaceGelu()(x), F.gelu(x))
+        assert torch.equal(x.detach(), before)
+
+
+def test_inplace_on_a_view_and_on_a_transposed_tensor() -> None:
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+
+    def on_rows(x: Tensor) -> Tensor:
+        hidden = x * 2.0
+        tempo.gelu(hidden[1:3], inplace=True)
+        return hidden * 1.0
+
+    assert torch.autograd.gradcheck(on_rows, (x,))
+    assert torch.autograd.gradcheck(lambda x: tempo.gelu((x * 2.0).t(), inplace=True), (x,))
+    strided = torch.randn(6, 10)[:, ::2]
+    expected = F.gelu(strided)
+    torch.testing.assert_close(tempo.gelu(strided, inplace=True), expected)
+
+
+def test_a_result_that_is_overwritten_later_is_an_error() -> None:
+    y = tempo.gelu(torch.randn(4, requires_grad=True) * 1.0, inplace=True)
+    y.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_compiled_inplace_overwrites_its_input_too() -> None:
+    def f(x: Tensor) -> Tensor:
+        hidden = x * 1.5
+        tempo.gelu(hidden, inplace=True)
+        return hidden * 1.0
+
+    x = torch.randn(8, 33, requires_grad=True)
+    eager, compiled = f(x), torch.compile(f, fullgraph=True)(x)
+    torch.testing.assert_close(compiled, eager)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (eager, compiled)]
+    torch.testing.assert_close(grads[1], grads[0])
+    # A compiled module on its own, in an eager model.
+    hidden = x * 1.0
+    y = torch.compile(tempo.InplaceGelu(), fullgraph=True)(hidden)
+    torch.testing.assert_close(hidden, F.gelu(x))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], our_derivative(x.detach(), "none"))
+
+
+def test_compiled_inplace_on_what_an_earlier_operation_kept_is_an_error() -> None:
+    def f(x: Tensor) -> Tensor:
+        return tempo.gelu(torch.sigmoid(x), inplace=True)
+
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        torch.compile(f, fullgraph=True)(torch.randn(8, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (1,)])
+def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    (grad,) = torch.autograd.grad(tempo.gelu(x, side_bits=4).sum(), x)
+    torch.testing.assert_close(grad.double(), exact_derivative(x.detach(), "none"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_other_than_floating_tensors_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="floating-point"):
+        tempo.gelu(torch.ones(3, dtype=dtype))
 
 
 def test_double_backward_is_refused() -> None:

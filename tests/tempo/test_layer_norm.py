@@ -94,6 +94,39 @@ def test_constant_gamma_does_not_shrink_the_choice() -> None:
     assert num_unsafe_columns(weight, bias, torch.float32) == 40
 
 
+@pytest.mark.parametrize("reference", ["", "reference_"])
+def test_gamma_zero_in_more_columns_than_are_kept_stays_finite(reference: str) -> None:
+    x, weight, bias, grad = inputs(16, 64)
+    weight[:40] = 0.0
+    columns = torch.arange(16)
+    y, rstd, kept = getattr(torch.ops.tempo, f"{reference}layer_norm_forward")(x, weight, bias, EPS, columns)
+    backward = getattr(torch.ops.tempo, f"{reference}layer_norm_backward")
+    dx, dweight, dbias = backward(grad, y, rstd, weight, bias, columns, kept)
+    _, exact_dx, exact_dweight, exact_dbias = in_double((x, weight, bias, grad))
+    known = [*range(16), *range(40, 64)]
+    torch.testing.assert_close(dx[:, known].double(), exact_dx[:, known], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dweight[known].double(), exact_dweight[known], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dbias.double(), exact_dbias, rtol=1e-4, atol=1e-4)
+    assert torch.isfinite(dx).all()
+    assert (dweight[16:40] == 0).all()
+
+
+def test_a_compiled_layer_with_gamma_zero_everywhere_stays_finite() -> None:
+    norm = tempo.InplaceLayerNorm(64)
+    torch.nn.init.zeros_(norm.weight)
+    x = torch.randn(8, 64, requires_grad=True)
+    torch.compile(norm, fullgraph=True)(x).square().sum().backward()
+    assert (x.grad == 0).all()
+    assert torch.isfinite(norm.weight.grad).all()
+
+
+def test_subnormal_gamma_keeps_x_hat() -> None:
+    x, weight, bias, grad = inputs(16, 32)
+    weight[:3], bias[:3] = 1e-40, 0.0
+    for mine, exact in zip(run(ours, x, weight, bias, grad)[1:], in_double((x, weight, bias, grad))[1:], strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-4)
+
+
 def test_float16_also_fears_a_small_gamma() -> None:
     weight, bias = torch.full((64,), 2.0**-11), torch.zeros(64)
     assert num_unsafe_columns(weight, bias, torch.float16) == 64
@@ -160,6 +193,44 @@ def test_two_dimensions_are_refused() -> None:
 def test_a_weight_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be \[4\]"):
         tempo.layer_norm(torch.ones(2, 4), torch.ones(3), torch.ones(4))
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 4, dtype=torch.int64), torch.tensor(1.0), torch.ones(3, 0)])
+def test_inputs_that_cannot_be_normalised_are_refused(x: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"layer_norm needs"):
+        tempo.layer_norm(x, torch.ones(x.shape[-1:]), torch.ones(x.shape[-1:]))
+
+
+def test_no_rows_and_one_column() -> None:
+    for shape in ((0, 4), (2, 0, 4), (3, 1)):
+        x, weight, bias = torch.randn(shape), torch.rand(shape[-1]), torch.randn(shape[-1])
+        y, dx, dweight, dbias = run(ours, x, weight, bias, torch.ones(shape))
+        torch.testing.assert_close(y, F.layer_norm(x, shape[-1:], weight, bias, EPS))
+        assert dx.shape == x.shape
+        assert (dx == 0).all()
+        assert (dweight == 0).all()
+        assert (dbias == x.numel() // shape[-1]).all()
+
+
+def test_without_bias_or_without_parameters_it_is_the_plain_layer_norm() -> None:
+    x = torch.randn(3, 5, 20, dtype=torch.float64, requires_grad=True)
+    for options in ({"bias": False}, {"elementwise_affine": False}):
+        module = tempo.InplaceLayerNorm(20, **options).double()
+        expected = F.layer_norm(x, (20,), module.weight, module.bias, 1e-12)
+        torch.testing.assert_close(module(x), expected)
+        grads = [torch.autograd.grad(y.sin().sum(), x)[0] for y in (module(x), expected)]
+        torch.testing.assert_close(*grads)
+
+
+def test_an_output_that_is_overwritten_is_an_error_and_so_is_a_second_derivative() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    y = tempo.InplaceLayerNorm(8)(x)
+    (grad,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    y.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_compiled_equals_eager() -> None:

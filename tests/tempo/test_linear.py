@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import tempo
 
@@ -28,6 +29,40 @@ def test_no_cast_copy_of_the_weight_is_kept() -> None:
     layer = tempo.Linear(64, 64)
     x = torch.randn(4, 64).bfloat16().requires_grad_()
     assert tempo.saved_bytes(layer, x).total_bytes == x.numel() * 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (8,)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_it_returns_may_be_overwritten(shape: tuple[int, ...], bias: bool, compiled: bool) -> None:
+    layer = tempo.Linear(8, 6, bias=bias)
+    x = torch.randn(shape).bfloat16().requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        return tempo.gelu(layer(x), inplace=True)
+
+    y = torch.compile(f, fullgraph=True)(x) if compiled else f(x)
+    expected = F.gelu(layer(x))
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    grads = [torch.autograd.grad(out.float().sum(), (x, layer.weight)) for out in (y, expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    layer = tempo.Linear(4, 3)
+    x = torch.randn(2, 4).bfloat16().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    layer = tempo.Linear(4, 3).requires_grad_(False)
+    x = torch.randn(2, 4).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is layer.bias.grad is None
 
 
 def test_same_dtype_is_the_plain_linear() -> None:

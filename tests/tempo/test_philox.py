@@ -68,3 +68,21 @@ def test_certain_probabilities(p: float) -> None:
 
 def test_an_empty_batch_has_an_empty_mask() -> None:
     assert tempo.keep_mask((0, 5), 0.5, tempo.make_rng(1), 0).shape == (0, 5)
+
+
+def test_a_scalar_has_no_batch() -> None:
+    with pytest.raises(ValueError, match="batch dimension"):
+        tempo.keep_mask((), 0.5, tempo.make_rng(1), 0)
+
+
+@pytest.mark.parametrize("size", [8_000_000, 8_000_001])
+def test_memory_is_a_small_multiple_of_the_mask(size: int) -> None:
+    # All int64 temporaries of a mask at once would take 16 bytes an element and more.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        tempo.keep_mask((1, size), 0.1, tempo.make_rng(1, 1), 0)
+    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    now = peak = 0
+    for event in events:
+        now += event.nbytes()
+        peak = max(peak, now)
+    assert size <= peak < 2.2 * size + 12_000_000
