@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 DIRECTORY = "checkpoints"
 _PREFIX = "step_"
 _UNFINISHED = ".unfinished_"
+# Where a checkpoint lies for the moment in which another of the same step takes its place.
+_REPLACED = ".replaced"
 # Less free space than this after a failed write means that it failed for want of space.
 _FULL_BYTES = 1 << 20
 _MODEL, _OPTIMIZER, _PROGRESS = "model.pt", "optimizer.pt", "progress.json"
@@ -63,6 +66,16 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def _clean_up_after_a_killed_save(directory: Path) -> None:
+    for leftover in directory.glob(_UNFINISHED + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for old in directory.glob(_PREFIX + "*" + _REPLACED):
+        if old.with_suffix("").exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(old.with_suffix(""))
+
+
 def save(run: Path, step: int, *, model: Mapping[str, Any], optimizer: Mapping[str, Any], progress: dict[str, Any]) -> Path:
     """Write a checkpoint of `step`.
 
@@ -78,8 +91,7 @@ def save(run: Path, step: int, *, model: Mapping[str, Any], optimizer: Mapping[s
     """
     directory = run / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob(_UNFINISHED + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    _clean_up_after_a_killed_save(directory)
     target = path_of(run, step)
     unfinished = directory / f"{_UNFINISHED}{target.name}"
     unfinished.mkdir()
@@ -94,10 +106,12 @@ def save(run: Path, step: int, *, model: Mapping[str, Any], optimizer: Mapping[s
         _sync(unfinished)
         if target.exists():
             # Saved again after a resume from an older one: the name is free only once the old directory is out of the way.
-            old = directory / f"{_UNFINISHED}old_{target.name}"
+            # Until the new one is in place, `find_latest_valid` finds the old one under its other name.
+            old = target.with_name(target.name + _REPLACED)
             target.rename(old)
             unfinished.rename(target)
-            shutil.rmtree(old)
+            _sync(directory)
+            shutil.rmtree(old, ignore_errors=True)
         else:
             unfinished.rename(target)
         _sync(directory)
@@ -114,8 +128,8 @@ def problem_with(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint directory, or None where it is complete and its hashes are right."""
     try:
         hashes = json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8"))["sha256"]
-        for name, expected in hashes.items():
-            if _sha256(checkpoint / name) != expected:
+        for name in (_MODEL, _OPTIMIZER):
+            if _sha256(checkpoint / name) != hashes[name]:
                 return f"{name} does not have the hash that {_PROGRESS} lists"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -126,7 +140,10 @@ def problem_with(checkpoint: Path) -> str | None:
 
 def find_latest_valid(run: Path) -> Path | None:
     """Return a run's newest complete checkpoint; broken ones are named in a warning and skipped."""
-    for checkpoint in reversed(list_checkpoints(run)):
+    replaced = {p.with_suffix("").name: p for p in (run / DIRECTORY).glob(_PREFIX + "*" + _REPLACED)}
+    names = {p.name: p for p in list_checkpoints(run)}
+    newest_first = sorted(replaced.keys() | names.keys(), key=lambda name: step_of(Path(name)), reverse=True)
+    for checkpoint in [places[name] for name in newest_first for places in (names, replaced) if name in places]:
         problem = problem_with(checkpoint)
         if problem is None:
             return checkpoint
@@ -141,13 +158,16 @@ def resolve(path: Path | str) -> Path:
         ValueError: there is none, or it is broken.
     """
     path = Path(path)
+    if path.name == DIRECTORY and not (path / _PROGRESS).exists():
+        path = path.parent
     if (path / DIRECTORY).is_dir():
         latest = find_latest_valid(path)
         if latest is None:
             raise ValueError(f"{path} has no valid checkpoint under {DIRECTORY}/")
         return latest
-    if not path.is_dir():
-        raise ValueError(f"{path} is neither a run directory nor a checkpoint (a directory such as {_PREFIX}00000200)")
+    if not any((path / name).exists() for name in (_MODEL, _OPTIMIZER, _PROGRESS)):
+        why = f"it holds neither {DIRECTORY}/ nor {_PROGRESS}" if path.is_dir() else "there is no such directory"
+        raise ValueError(f"{path} is neither a run directory nor a checkpoint (such as {_PREFIX}00000200): {why}")
     problem = problem_with(path)
     if problem is not None:
         raise ValueError(f"{path} is not a valid checkpoint: {problem}")
@@ -184,15 +204,26 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
     model.load_state_dict(state)
 
 
-def prune(run: Path, keep: int, step: int | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints (at least one), of those up to `step`.
+def _remove(checkpoint: Path) -> None:
+    # Renamed first: a half-removed directory must not look like a checkpoint.
+    doomed = checkpoint.with_name(f"{_UNFINISHED}pruned_{checkpoint.name}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
-    Later ones, which a run that went back to an older checkpoint left behind, are removed too: they are not of this training.
+
+def discard_later(run: Path, step: int) -> None:
+    """Remove checkpoints after `step`, where training goes on: they are not of this training, and must not be resumed from."""
+    for checkpoint in list_checkpoints(run):
+        if step_of(checkpoint) > step:
+            log.warning("going on from step %d: removing the later checkpoint %s", step, checkpoint)
+            _remove(checkpoint)
+
+
+def prune(run: Path, keep: int, step: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints (at least one), of those up to `step`, which was saved just now.
+
+    Later ones count for nothing: broken ones, or those of a training that was abandoned.
     """
-    found = list_checkpoints(run)
-    current = [path for path in found if step is None or step_of(path) <= step]
-    for old in [*current[: -max(keep, 1)], *found[len(current) :]]:
-        # Renamed first: a half-removed directory must not look like a checkpoint.
-        doomed = old.with_name(f"{_UNFINISHED}pruned_{old.name}")
-        old.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    discard_later(run, step if step is not None else sys.maxsize)
+    for old in list_checkpoints(run)[: -max(keep, 1)]:
+        _remove(old)

@@ -109,7 +109,13 @@ def find_checkpoint(config: Config) -> Path | None:
     if run.exists() and not run.is_dir():
         raise UserError(f"train.output_dir {run} is a file; choose a directory")
     if resume == "auto":
-        return checkpoint.find_latest_valid(run)
+        latest = checkpoint.find_latest_valid(run)
+        if latest is None and (broken := checkpoint.list_checkpoints(run)):
+            raise UserError(
+                f"no checkpoint of {run} can be loaded ({broken[-1].name}: {checkpoint.problem_with(broken[-1])}), and starting"
+                f" anew would overwrite its metrics: repair {broken[-1].parent}, or choose another train.output_dir"
+            )
+        return latest
     if resume == "never":
         if holds_run(run):
             raise UserError(

@@ -254,6 +254,8 @@ class Trainer:
         self.lock = resume.hold_run(self.run_dir)
         self.metrics = MetricsFile(self.run_dir)
         before = self.last_checkpoint.parent.parent if self.last_checkpoint else self.run_dir
+        # Before the metrics are cut to this step: a run killed now must not resume from a checkpoint whose metrics are gone.
+        checkpoint.discard_later(self.run_dir, self.progress.step)
         kept, last_logged = self.metrics.keep_until(self.progress.step, before)
         resolved = to_dict(self.config)
         (self.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")

@@ -44,7 +44,7 @@ def test_the_newest_valid_one_wins_and_broken_ones_are_named(tmp_path: Path, cap
     assert "step_00000003: model.pt does not have the hash" in caplog.text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"sha256": 3}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"sha256": 3}', '{"sha256": {}}'])
 def test_a_broken_progress_file_is_a_broken_checkpoint(tmp_path: Path, content: str) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "progress.json").write_text(content)
@@ -60,10 +60,15 @@ def test_resolve_takes_a_run_or_a_checkpoint_and_explains_the_rest(tmp_path: Pat
     path = save(tmp_path, 5)
     assert checkpoint.resolve(tmp_path) == path
     assert checkpoint.resolve(path) == path
-    with pytest.raises(ValueError, match="neither a run directory nor a checkpoint"):
+    with pytest.raises(ValueError, match=r"nowhere is neither a run directory nor a checkpoint .*: there is no such directory"):
         checkpoint.resolve(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"progress\.json is missing"):
-        checkpoint.resolve(tmp_path / "checkpoints" / ".." / "checkpoints" / ".." / "checkpoints")
+    assert checkpoint.resolve(tmp_path / "checkpoints") == path
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ValueError, match=r"bare is neither a run .*: it holds neither checkpoints/ nor progress\.json"):
+        checkpoint.resolve(tmp_path / "bare")
+    renamed = path.rename(tmp_path / "best")
+    assert checkpoint.resolve(renamed) == renamed
+    renamed.rename(path)
     (path / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match=r"optimizer\.pt is missing"):
         checkpoint.resolve(path)
@@ -86,6 +91,48 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoint.load_model(path, model)
     assert (model.weight == 2.0).all()
     assert [p.name for p in path.parent.iterdir()] == ["step_00000003"]
+
+
+@pytest.mark.parametrize("renames_done", [1, 2])
+def test_a_kill_while_a_step_is_replaced_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames_done: int
+) -> None:
+    """The only checkpoint is saved again, and the process dies after the first or the second rename."""
+    save(tmp_path, 3, 1.0)
+    rename, done = Path.rename, []
+
+    def rename_until_killed(self: Path, target: Path) -> Path:
+        if len(done) == renames_done:
+            raise KeyboardInterrupt
+        done.append(self)
+        return rename(self, target)
+
+    def rmtree(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename_until_killed)
+        patched.setattr(checkpoint.shutil, "rmtree", rmtree)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 3, 2.0)
+    found = checkpoint.find_latest_valid(tmp_path)
+    assert found is not None
+    model = nn.Linear(2, 3)
+    checkpoint.load_model(found, model)
+    assert (model.weight == float(renames_done)).all()
+    save(tmp_path, 4)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_00000003", "step_00000004"]
+    checkpoint.load_model(checkpoint.path_of(tmp_path, 3), model)
+    assert (model.weight == float(renames_done)).all()
+
+
+def test_pruning_never_removes_the_one_just_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (save(tmp_path, 9) / "model.pt").write_bytes(b"broken")
+    saved = save(tmp_path, 5)
+    checkpoint.prune(tmp_path, 1, 5)
+    assert checkpoint.list_checkpoints(tmp_path) == [saved]
+    assert "removing the later checkpoint" in caplog.text
+    assert "step_00000009" in caplog.text
 
 
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:

@@ -217,6 +217,27 @@ def test_going_back_to_an_older_checkpoint_removes_the_later_ones(data_dir: Path
     assert last_step(tmp_path) == 17
 
 
+def test_going_back_and_being_killed_does_not_jump_forward_again(data_dir: Path, tmp_path: Path) -> None:
+    """The metrics are cut where training goes on, so the later checkpoints go then too, not with the next save."""
+    changes = {**RUN, "train__max_steps": 20, "train__keep_checkpoints": 2}
+    train(data_dir, tmp_path, **changes)
+    trainer = Trainer(config(data_dir, tmp_path, **changes, train__resume=tmp_path / "checkpoints" / "step_00000015"))
+    trainer._open_outputs()
+    trainer.lock.close()
+    assert last_step(tmp_path) == 15
+    assert Trainer(config(data_dir, tmp_path, **changes)).progress.step == 15
+
+
+def test_auto_does_not_start_over_where_every_checkpoint_is_broken(data_dir: Path, tmp_path: Path) -> None:
+    train(data_dir, tmp_path, **{**RUN, "train__max_steps": 5})
+    for path in checkpoint.list_checkpoints(tmp_path):
+        (path / "model.pt").unlink()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"no checkpoint of .* can be loaded \(step_00000005: model\.pt is missing\)"):
+        Trainer(config(data_dir, tmp_path, **{**RUN, "train__max_steps": 5}))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_resuming_another_run_in_a_new_directory_takes_its_lines_over(
     data_dir: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:
