@@ -115,10 +115,8 @@ def _new_directory(output: Path) -> Iterator[Path]:
 
 def _find_origins(source: str, reader: str) -> list[Origin]:
     if reader == "lddl-parquet":
-        import pyarrow.parquet
-
         files = _parquet_files(source)
-        return [Origin("train", files, [_lddl_rows(pyarrow.parquet.ParquetFile(file), file) for file in files])]
+        return [Origin("train", files, [_lddl_rows(_open_parquet(file), file) for file in files])]
     origins = []
     files = list_shards(source)
     origins.append(Origin("train", files, [_hdf5_rows(file, reader) for file in files]))
@@ -153,6 +151,15 @@ def _parquet_files(source: str) -> list[Path]:
     return files
 
 
+def _open_parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path}: damaged, truncated or not Parquet ({error})") from error
+
+
 def _lddl_rows(file: Any, path: Path) -> int:
     missing = [name for name in _LDDL_COLUMNS if name not in file.schema_arrow.names]
     if missing:
@@ -178,11 +185,9 @@ def _read_chunks(file: Path, reader: str, words: list[str], special: SpecialIds)
 
 
 def _read_lddl(path: Path, words: list[str]) -> Iterator[Instances]:
-    import pyarrow.parquet
-
     ids = {word: i for i, word in enumerate(words)}
     cls, sep = ids["[CLS]"], ids["[SEP]"]
-    file, first_row = pyarrow.parquet.ParquetFile(path), 0
+    file, first_row = _open_parquet(path), 0
     for batch in file.iter_batches(batch_size=_CHUNK_ROWS):
         rows = batch.to_pylist()
         tokens, starts = [], []
@@ -207,11 +212,9 @@ def _read_lddl(path: Path, words: list[str]) -> Iterator[Instances]:
 def _longest(args: argparse.Namespace, origins: list[Origin]) -> int:
     if args.reader != "lddl-parquet":
         return max(_width(file, args.reader) for origin in origins for file in origin.files)
-    import pyarrow.parquet
-
     longest = 0
     for file in origins[0].files:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["A", "B"]):
+        for batch in _open_parquet(file).iter_batches(columns=["A", "B"]):
             pairs = zip(batch.column("A").to_pylist(), batch.column("B").to_pylist(), strict=True)
             longest = max([longest, *(len(a.split()) + len(b.split()) + 3 for a, b in pairs)])
     return longest
