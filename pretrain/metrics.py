@@ -29,7 +29,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: any other line is not JSON; it is named.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()  # not as text: bytes that are none are an error of their line
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -40,7 +40,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 log.warning("%s: the last line is cut short and left out", path)
                 break
-            raise ValueError(f"{path}: line {number} is not a line of metrics: {line[:80]!r}") from None
+            raise ValueError(f"{path}: line {number} is not a line of metrics: {line[:80].decode(errors='replace')!r}") from None
         rows.append(row)
     return rows
 
