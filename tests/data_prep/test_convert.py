@@ -89,6 +89,18 @@ def test_duplicates_are_the_masks_of_as_many_epochs(tmp_path: Path) -> None:
     assert PretrainingData(tmp_path / "nvidia").vocab_size == 200
 
 
+def test_static_masks_do_not_depend_on_how_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = write_directory(tmp_path / "native", {"train": [10, 11]})
+    rows = []
+    for chunk_rows in (100, 4):
+        monkeypatch.setattr("data_prep.convert._CHUNK_ROWS", chunk_rows)
+        out = tmp_path / str(chunk_rows)
+        assert convert("native", native, out, "--to", "nvidia-hdf5", "--duplicate-factor", 2, "--num-shards", 1) == 0
+        with h5py.File(out / "train_00000.hdf5") as file:
+            rows.append(sorted(file["input_ids"][()].tolist()))
+    assert rows[0] == rows[1]
+
+
 def test_static_masks_can_be_undone() -> None:
     instances = random_instances(200)
     rules = MaskingRules.from_vocabulary(words_of(200))

@@ -81,6 +81,22 @@ def test_a_file_of_several_blocks_is_read_whole(tmp_path: Path, monkeypatch: pyt
     assert open_shard(NVIDIA_SHARD).content_hash == whole.content_hash
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_content_hash_sees_every_array(tmp_path: Path, name: str) -> None:
+    arrays = load()
+    row = int(np.argmax(arrays["input_mask"].sum(1) == 128))  # of full length
+    place = int(arrays["masked_lm_positions"][row, 0]) if "masked" not in name else 0
+    if name == "input_mask":  # one token less
+        arrays[name][row, -1] = arrays["segment_ids"][row, -1] = arrays["input_ids"][row, -1] = 0
+    elif name == "segment_ids":  # B starts one token later
+        arrays[name][row, np.argmax(arrays[name][row])] = 0
+    elif name == "next_sentence_labels":
+        arrays[name][row] ^= 1
+    else:
+        arrays[name][row, place] += 1
+    assert open_shard(save(tmp_path / "a.hdf5", arrays)).content_hash != open_shard(NVIDIA_SHARD).content_hash
+
+
 def test_predictions_end_at_the_first_zero_id(tmp_path: Path) -> None:
     arrays = load()
     arrays["masked_lm_ids"][0, 2:] = 0

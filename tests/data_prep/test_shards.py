@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,7 @@ from data_prep.shards import (
     MissingSplitError,
     ShardAttributes,
     allow_open_files,
+    check_total_memory,
     list_shards,
     open_shard,
     read_manifest,
@@ -219,16 +221,27 @@ def test_a_missing_dataset_is_refused(tmp_path: Path) -> None:
 # ---- processes ----
 
 
-def test_no_handle_stays_open_and_no_lock_is_taken(tmp_path: Path) -> None:
+def test_no_handle_stays_open(tmp_path: Path) -> None:
     path = tmp_path / "a.hdf5"
     write_shard(path, random_instances(5), ATTRIBUTES)
-    with h5py.File(path, "r+"):  # holds HDF5's exclusive lock
-        pass
     before = len(h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE))
     shard = open_shard(path)
     assert len(h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE)) == before
     path.unlink()  # the map outlives the name
     assert len(shard.tokens) == shard.num_tokens
+
+
+@pytest.mark.skipif(bool(os.environ.get("HDF5_USE_FILE_LOCKING")), reason="HDF5's locking is set from outside")
+def test_reading_takes_no_lock(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.hdf5", random_instances(5), ATTRIBUTES)
+    (tmp_path / "b.hdf5").write_bytes(NVIDIA_SHARD.read_bytes())
+    for path in (tmp_path / "a.hdf5", tmp_path / "b.hdf5"):
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with pytest.raises(OSError, match="lock"):
+                h5py.File(path, "r", locking=True)
+            assert len(open_shard(path)) > 0
+        check_total_memory([path])
 
 
 def _sum_of_tokens(shard: Instances) -> int:
