@@ -245,7 +245,8 @@ def open_shard(path: str | Path) -> Shard:
             )
     except (OSError, KeyError, RuntimeError) as error:
         raise ValueError(
-            f"{path}: damaged, truncated or not HDF5 ({error}); delete it and run the command that made it again"
+            f"{path}: damaged, truncated or not HDF5 ({error}); shards come from `python -m data_prep build`: build or copy"
+            " a broken one again, and turn text into shards first"
         ) from error
 
 

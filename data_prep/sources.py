@@ -104,7 +104,8 @@ class Source:
             return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
         found = sorted(Path(name) for name in glob.glob(self.argument, recursive=True) if Path(name).is_file())
         if not found:
-            raise ValueError(f"--source '{self.spec}': no file matches '{self.argument}'")
+            hint = f": for a directory say '{self.kind}:{self.argument}/*.txt'" if Path(self.argument).is_dir() else ""
+            raise ValueError(f"--source '{self.spec}': no file matches '{self.argument}'{hint}")
         return found
 
     def count(self, reason: str, times: int = 1) -> None:

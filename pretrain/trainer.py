@@ -277,6 +277,8 @@ class Trainer:
                 self.scaler.load_state_dict(state["scaler"])
             self.progress = Progress(**saved["progress"])
             self._say(f"resuming from {found} (step {self.progress.step})")
+            if train.init_from is not None:
+                self._say(f"train.init_from {train.init_from} is not read: this run has gone on from its own start already")
         elif train.init_from is not None:
             source = checkpoint.resolve(train.init_from)
             saved = checkpoint.load_progress(source)
