@@ -153,4 +153,7 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[An
             answer = (number, True, function(task))
         except Exception as error:
             answer = (number, False, error)
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except OSError:  # the command was killed, and nobody takes the result
+            os._exit(0)

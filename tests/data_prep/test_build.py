@@ -270,7 +270,6 @@ def test_a_killed_process_leaves_nothing_half_written(tmp_path: Path, how: str) 
     deadline = time.monotonic() + 60
     while len(workers := workers_of(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.3)
     if how == "worker killed":
         os.kill(workers[0], signal.SIGKILL)
         _, error = process.communicate(timeout=60)
@@ -278,6 +277,7 @@ def test_a_killed_process_leaves_nothing_half_written(tmp_path: Path, how: str) 
         assert re.search(r"a worker process died while (tokenising text:.*corpus|pairing sentences \(train\)).*SIGKILL", error)
         assert "Traceback" not in error
     else:
+        time.sleep(0.3)  # into the work
         process.send_signal(getattr(signal, how))
         _, error = process.communicate(timeout=60)
         assert process.returncode == (-signal.SIGKILL if how == "SIGKILL" else 130)
