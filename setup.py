@@ -1,4 +1,4 @@
-"""Builds tempo/_C.so, the compiled kernels: csrc/bindings.cpp (LibTorch's stable ABI) and the kernels, which know no torch.
+"""Builds tempo/_C.so, the compiled kernels: csrc/*/*_op.cpp (LibTorch's stable ABI) and the kernels, which know no torch.
 
 One library serves PyTorch 2.10 and newer under any Python, with or without CUDA. Environment variables:
 
@@ -150,9 +150,10 @@ class BuildKernels(build_ext):
         if shutil.which(compiler[0]) is None:
             raise BuildError(f"error: the C++ compiler {compiler[0]!r} was not found; install g++ 11 or newer, or set CXX")
         jobs, link = cuda_commands()
-        defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(["-DTEMPO_CUDA"] if jobs else [])]
-        binding = [*compiler, *COMMON_FLAGS, "-O3", *defines, "-isystem", f"{torch}/include", "-c"]
-        jobs["bindings"] = (SOURCES / "bindings.cpp", binding)
+        ops = [*SOURCES.glob("*/*_cpu_op.cpp"), *(SOURCES.glob("*/*_cuda_op.cpp") if jobs else ())]
+        target_version = f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"
+        binding = [*compiler, *COMMON_FLAGS, "-O2", target_version, "-isystem", f"{torch}/include", "-c"]
+        jobs |= {source.stem: (source, binding) for source in sorted(ops)}
         jobs["cpu_dispatch"] = (SOURCES / "common/cpu_dispatch.cpp", [*compiler, *COMMON_FLAGS, "-O2", "-c"])
         for source in sorted(SOURCES.glob("*/*_cpu.cpp")):
             for name, flags in INSTRUCTION_SETS.items():

@@ -1,4 +1,5 @@
 // Softmax and dropout of attention in one pass each way; see tempo/attention.py.
+#include "attention/softmax_dropout.h"
 #include "common/philox.h"
 
 namespace tempo {

@@ -3,7 +3,7 @@
 // A 64-bit lane holds one 32-bit word of one block in its low half. The multiplication ignores the high half, so nothing is
 // masked between the rounds: 2 multiplications, 2 shifts and 4 exclusive ors a round.
 #pragma once
-#include "common/cpu_kernels.h"
+#include "common/kernels.h"
 #include "common/simd.h"
 
 namespace tempo {

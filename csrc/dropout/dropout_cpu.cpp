@@ -1,4 +1,6 @@
+// Dropout without a kept mask; see tempo/dropout.py.
 #include "common/philox.h"
+#include "dropout/dropout.h"
 
 namespace tempo {
 namespace TEMPO_ISA {

@@ -1,6 +1,6 @@
 // GELU that keeps its output and 1 or 4 bits per element; the method is described in tempo/gelu.py and fit_tables.py.
-#include "common/cpu_kernels.h"
 #include "common/simd.h"
+#include "gelu/gelu.h"
 #include "gelu/gelu_tables.h"
 
 namespace tempo {

@@ -1,6 +1,6 @@
 // LayerNorm that keeps its output; the method is described in tempo/layer_norm.py.
-#include "common/cpu_kernels.h"
 #include "common/simd.h"
+#include "layer_norm/layer_norm.h"
 
 namespace tempo {
 namespace TEMPO_ISA {

@@ -6,11 +6,12 @@
 #include <memory>
 #include <vector>
 
-#include "common/cpu_kernels.h"
+#include "attention/softmax_dropout.h"
+#include "dropout/dropout.h"
+#include "gelu/gelu.h"
+#include "layer_norm/layer_norm.h"
 
 namespace {
-
-using tempo::cpu_kernels;
 
 double checksum = 0.0;
 
@@ -57,8 +58,8 @@ void run_dropout(int dtype, int64_t n) {
   for (double p : {0.1, 1.0}) {
     Values x(dtype, n, 1), y(dtype, n, 0);
     int64_t middle = n / 2;
-    cpu_kernels().dropout(dtype, x.get(), y.get(), draw(p), 0, middle);
-    cpu_kernels().dropout(dtype, x.get(), y.get(), draw(p), middle, n);
+    TEMPO_CPU(dropout)(dtype, x.get(), y.get(), draw(p), 0, middle);
+    TEMPO_CPU(dropout)(dtype, x.get(), y.get(), draw(p), middle, n);
     y.add_to_checksum();
   }
 }
@@ -71,8 +72,8 @@ void run_gelu(int dtype, int64_t n) {
       Exact<uint8_t> side((n * side_bits + 7) / 8);
       int64_t middle = n / 2 / tempo::kGeluTile * tempo::kGeluTile;
       for (auto [begin, end] : {std::pair<int64_t, int64_t>{0, middle}, {middle, n}}) {
-        cpu_kernels().gelu_forward(dtype, x.get(), x.get(), side.get(), form, begin, end);
-        cpu_kernels().gelu_backward(dtype, grad.get(), x.get(), side.get(), dx.get(), form, begin, end);
+        TEMPO_CPU(gelu_forward)(dtype, x.get(), x.get(), side.get(), form, begin, end);
+        TEMPO_CPU(gelu_backward)(dtype, grad.get(), x.get(), side.get(), dx.get(), form, begin, end);
       }
       x.add_to_checksum();
       dx.add_to_checksum();
@@ -88,8 +89,8 @@ void run_layer_norm(int dtype, int64_t columns) {
   for (int64_t i = 0; i < columns; ++i) gamma.get()[i] = 0.5f + (float)(i % 5), inverse.get()[i] = 1.0f / gamma.get()[i];
   for (int64_t k = 0; k < num_exact; ++k) columns_kept.get()[k] = columns - num_exact + k, inverse.get()[columns - num_exact + k] = 0.0f;
   const tempo::LayerNormShape shape{columns, num_exact, columns_kept.get()};
-  cpu_kernels().layer_norm_forward(dtype, x.get(), gamma.get(), beta.get(), 1e-12f, y.get(), rstd.get(), exact.get(), shape, 0, rows);
-  cpu_kernels().layer_norm_backward(dtype, grad.get(), y.get(), rstd.get(), gamma.get(), inverse.get(), beta.get(), exact.get(),
+  TEMPO_CPU(layer_norm_forward)(dtype, x.get(), gamma.get(), beta.get(), 1e-12f, y.get(), rstd.get(), exact.get(), shape, 0, rows);
+  TEMPO_CPU(layer_norm_backward)(dtype, grad.get(), y.get(), rstd.get(), gamma.get(), inverse.get(), beta.get(), exact.get(),
                                     x.get(), dgamma.get(), dbeta.get(), shape, 0, rows);
   y.add_to_checksum();
   x.add_to_checksum();
@@ -111,8 +112,8 @@ void run_softmax(int dtype, int64_t keys) {
       }
       Values scores(dtype, count, 0), dropped(dtype, count, 0), grad(dtype, count, 2);
       void* kept = p == 0.0 ? nullptr : dropped.get();
-      cpu_kernels().softmax_dropout_forward(dtype, scores.get(), kept, shape, draw(p), row.get(), words.get(), 0, 12);
-      cpu_kernels().softmax_dropout_backward(dtype, grad.get(), scores.get(), kept, shape, draw(p), words.get(), 0, 12);
+      TEMPO_CPU(softmax_dropout_forward)(dtype, scores.get(), kept, shape, draw(p), row.get(), words.get(), 0, 12);
+      TEMPO_CPU(softmax_dropout_backward)(dtype, grad.get(), scores.get(), kept, shape, draw(p), words.get(), 0, 12);
       scores.add_to_checksum();
       grad.add_to_checksum();
     }
@@ -128,5 +129,5 @@ int main() {
       run_layer_norm(dtype, size);
       run_softmax(dtype, size);
     }
-  std::printf("%s %.17g\n", cpu_kernels().name, checksum);
+  std::printf("%s %.17g\n", tempo::cpu_instruction_set_name(), checksum);
 }
