@@ -150,10 +150,9 @@ class BuildKernels(build_ext):
         if shutil.which(compiler[0]) is None:
             raise BuildError(f"error: the C++ compiler {compiler[0]!r} was not found; install g++ 11 or newer, or set CXX")
         jobs, link = cuda_commands()
-        ops = [*SOURCES.glob("*/*_cpu_op.cpp"), *(SOURCES.glob("*/*_cuda_op.cpp") if jobs else ())]
-        target_version = f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"
-        binding = [*compiler, *COMMON_FLAGS, "-O2", target_version, "-isystem", f"{torch}/include", "-c"]
-        jobs |= {source.stem: (source, binding) for source in sorted(ops)}
+        defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(["-DTEMPO_CUDA"] if jobs else [])]
+        binding = [*compiler, *COMMON_FLAGS, "-O2", *defines, "-isystem", f"{torch}/include", "-c"]
+        jobs |= {source.stem: (source, binding) for source in sorted(SOURCES.glob("*/*_op.cpp"))}
         jobs["cpu_dispatch"] = (SOURCES / "common/cpu_dispatch.cpp", [*compiler, *COMMON_FLAGS, "-O2", "-c"])
         for source in sorted(SOURCES.glob("*/*_cpu.cpp")):
             for name, flags in INSTRUCTION_SETS.items():

@@ -29,9 +29,28 @@ struct DeviceDropout {
   float scale;
 };
 
+// A row of parameters, or of their gradients, on a GPU: float or a 16-bit type, whatever the activations are.
+struct Parameter {
+  const void* data;
+  int dtype;
+};
+struct ParameterGradient {
+  void* data;
+  int dtype;
+};
+
 // 0 baseline, 1 AVX2, 2 AVX-512: what this CPU has, at most what TEMPO_CPU_ISA=baseline|avx2|avx512 asks for.
 int cpu_instruction_set();
 const char* cpu_instruction_set_name();
+
+namespace cuda {
+
+// What a cudaError_t says, and what to do about it where that is known.
+const char* explain(int error);
+// Multiprocessors of the current device.
+int num_multiprocessors();
+
+}  // namespace cuda
 
 }  // namespace tempo
 

@@ -1,7 +1,8 @@
-"""Fit GELU' as a function of GELU's output and write tempo/gelu_coefficients.py.
+"""Fit GELU' as a function of GELU's output; write tempo/gelu_coefficients.py and csrc/gelu/gelu_pieces.cuh.
 
-    python csrc/gelu/fit_gelu.py            # writes the module
-    python csrc/gelu/fit_gelu.py --print    # prints it
+    python csrc/gelu/fit_gelu.py                     # writes both
+    python csrc/gelu/fit_gelu.py --print             # prints the Python module
+    python csrc/gelu/fit_gelu.py --print-cuda        # prints the CUDA header
 
 With y = GELU(x), its minimum y_min at x_min, t = sqrt(y - y_min), q = sqrt(log2(y_min / y)) and E = 2^(-beta y^2 log2 e):
 
@@ -10,7 +11,12 @@ With y = GELU(x), its minimum y_min at x_min, t = sqrt(y - y_min), q = sqrt(log2
     high, right            t P(t) up to t = 1.2, then 1 + E P(t)
     high, left             -t P(t) up to t = 0.28, then y P(q)
 
-"low" serves 16-bit outputs, "high" float32. Each P is the minimax polynomial (Remez exchange on a fine grid, in float64) of
+"low" serves 16-bit outputs, "high" float32. For the CUDA kernels GELU itself as well, with Phi the normal distribution function:
+
+    near the minimum       y = y_min + d^2 P(d), d = x - x_min, |d| <= 0.4: right to half a unit in the last place
+    elsewhere, erf form    Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.3 a), a >= 0; "low" for 16-bit results
+
+Each P is the minimax polynomial (Remez exchange on a fine grid, in float64) of
 values computed with 40 digits, its coefficients rounded to float32. Needs numpy and mpmath; half a minute.
 """
 
@@ -27,6 +33,9 @@ from numpy.polynomial import chebyshev
 
 mp.mp.dps = 40
 OUTPUT = Path(__file__).resolve().parents[2] / "tempo/gelu_coefficients.py"
+CUDA_OUTPUT = Path(__file__).with_name("gelu_pieces.cuh")
+NEAR_MINIMUM = 0.4
+TAIL_SCALE = 0.3
 LOG2_E = float(1 / mp.log(2))
 
 Function = Callable[[mp.mpf], mp.mpf]
@@ -177,6 +186,76 @@ def fit(form: Form) -> dict:
     return result
 
 
+def fit_near_minimum(form: Form) -> list[float]:
+    """P of GELU(x) = y_min + d^2 P(d)."""
+    x_min = mp.findroot(form.derivative, -0.75)
+    y_min = form.gelu(x_min)
+    d = NEAR_MINIMUM * np.cos(np.pi * np.arange(400) / 399)[::-1]
+    bowl = np.array([float((form.gelu(x_min + mp.mpf(v)) - y_min) / mp.mpf(v) ** 2) for v in d])
+    return to_powers(minimax(d, bowl * d * d, d * d, 6), d[0], d[-1], 0.0)
+
+
+def fit_tail(degree: int) -> list[float]:
+    """P of Phi(-a) = exp(-a^2 / 2) t P(t); the error is relative."""
+    start = 1 / (1 + 14 * TAIL_SCALE)
+    t = start + (1 - start) * (1 - np.cos(np.pi * np.arange(600) / 599)) / 2
+    a = [(1 / mp.mpf(v) - 1) / mp.mpf(TAIL_SCALE) for v in t]
+    value = np.array([float(mp.ncdf(-p) * mp.exp(p * p / 2)) for p in a])
+    return to_powers(minimax(t, np.ones_like(t), t / value, degree), t[0], t[-1], 0.0)
+
+
+def literal(value: float) -> str:
+    return f"{round_32(value)!r}f"
+
+
+def float_above(x: float) -> float:
+    """The smallest float32 that is not below `x`: comparing a float32 with it is comparing with `x`."""
+    nearest = np.float32(x)
+    return float(nearest if float(nearest) >= x else np.nextafter(nearest, np.float32(np.inf)))
+
+
+def horner(name: str, variable: str, powers: list[float], center: float = 0.0) -> list[str]:
+    """A device function with its coefficients as literals."""
+    shifted = variable if center == 0.0 else "u"
+    lines = [f"  __device__ static float {name}(float {variable}) {{"]
+    if center != 0.0:
+        lines.append(f"    const float u = {variable} - {literal(center)};")
+    lines.append(f"    float p = {literal(powers[-1])};")
+    lines += [f"    p = fmaf(p, {shifted}, {literal(power)});" for power in powers[-2::-1]]
+    return [*lines, "    return p;", "  }"]
+
+
+def render_cuda(coefficients: dict[str, dict]) -> str:
+    """Return the CUDA header."""
+    lines = ["// Written by csrc/gelu/fit_gelu.py, which describes the pieces: do not edit by hand.", "#pragma once"]
+    lines += ['#include "common/gpu.h"', "", "namespace tempo {", "namespace cuda {", ""]
+    for struct, name, form in (("ErfPieces", "none", erf_form()), ("TanhPieces", "tanh", tanh_form())):
+        c = coefficients[name]
+        x_high = round_32(c["x_min"])
+        scalars = {
+            "kXMinAbove": float_above(c["x_min"]),
+            "kXMinHigh": x_high,
+            "kXMinLow": c["x_min"] - x_high,
+            "kYMinHigh": c["y_min_high"],
+            "kYMinLow": c["y_min_low"],
+            "kLog2Depth": c["log2_depth"],
+            "kLowBeta": c["low_right"]["beta_log2e"],
+            "kLowK": c["low_right"]["k"],
+            "kHighBeta": c["high_right_far"]["beta_log2e"],
+        }
+        lines.append(f"struct {struct} {{")
+        lines += [f"  static constexpr float {key} = {literal(value)};" for key, value in scalars.items()]
+        for key, variable in (("low_right", "t"), ("low_left", "q"), ("high_right_near", "t"), ("high_right_far", "t")):
+            lines += horner(key, variable, c[key]["polynomial"], c[key]["center"])
+        for key, variable in (("high_left_near", "t"), ("high_left_far", "q")):
+            lines += horner(key, variable, c[key]["polynomial"], c[key]["center"])
+        lines += horner("near_minimum", "d", fit_near_minimum(form))
+        lines += ["};", ""]
+    lines += [f"constexpr float kNearMinimum = {literal(NEAR_MINIMUM)}, kTailScale = {literal(TAIL_SCALE)};", ""]
+    lines += ["struct NormalTail {", *horner("high", "t", fit_tail(9)), *horner("low", "t", fit_tail(5)), "};", ""]
+    return "\n".join([*lines, "}  // namespace cuda", "}  // namespace tempo", ""])
+
+
 def render(coefficients: dict[str, dict]) -> str:
     """Return the Python module."""
     title = "Coefficients of GELU'(x) as a function of y = GELU(x), fitted by csrc/gelu/fit_gelu.py: do not edit by hand."
@@ -197,12 +276,15 @@ def render(coefficients: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    text = render({"none": fit(erf_form()), "tanh": fit(tanh_form())})
+    coefficients = {"none": fit(erf_form()), "tanh": fit(tanh_form())}
     if "--print" in sys.argv[1:]:
-        print(text, end="")
+        print(render(coefficients), end="")
+    elif "--print-cuda" in sys.argv[1:]:
+        print(render_cuda(coefficients), end="")
     else:
-        OUTPUT.write_text(text, encoding="utf-8")
-        print(f"wrote {OUTPUT}")
+        OUTPUT.write_text(render(coefficients), encoding="utf-8")
+        CUDA_OUTPUT.write_text(render_cuda(coefficients), encoding="utf-8")
+        print(f"wrote {OUTPUT} and {CUDA_OUTPUT}")
 
 
 if __name__ == "__main__":

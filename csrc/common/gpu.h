@@ -1,0 +1,61 @@
+// The one door to CUDA for kernel files: the CUDA runtime, or (-DCUEMU) its emulation on the CPU in tests/cuda_emulation.
+//
+// Kernels launch through CU_LAUNCH and declare shared arrays through CU_SHARED. What has no emulation (inline PTX) stands
+// behind #ifndef CUEMU with a plain alternative. Nothing here needs more than sm_70.
+#pragma once
+#ifdef CUEMU
+#include "cuemu.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define CU_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
+#define CU_SHARED(type, name, dims) __shared__ type name dims
+#endif
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "common/kernels.h"
+
+namespace tempo {
+namespace cuda {
+
+constexpr int kWarp = 32;
+// A thread works on this many neighbouring elements: one 16-byte access in 16-bit types, two in float.
+constexpr int kVector = 8;
+
+// Calls f with a null pointer of the element type that dtype names.
+template <class F>
+int by_dtype(int dtype, F f) {
+  switch (dtype) {
+    case kFloat: return f(static_cast<float*>(nullptr));
+    case kBFloat16: return f(static_cast<__nv_bfloat16*>(nullptr));
+    case kHalf: return f(static_cast<__half*>(nullptr));
+    default: return (int)cudaErrorInvalidValue;
+  }
+}
+template <class Tag>
+using element_type = std::remove_pointer_t<Tag>;
+
+inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// Blocks of a grid for `count` items; 0 where it would not be launchable.
+inline unsigned grid_size(int64_t count, int64_t per_block) {
+  const int64_t blocks = (count + per_block - 1) / per_block;
+  return blocks <= 0x7fffffff ? (unsigned)blocks : 0u;
+}
+
+// Within 1 or 2 units in the last place: one instruction instead of about ten.
+__device__ inline float fast_sqrt(float x) {
+#ifdef CUEMU
+  return sqrtf(x);
+#else
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+}  // namespace cuda
+}  // namespace tempo
