@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import torch
@@ -11,12 +12,13 @@ from tempo._library import OP_NAMES
 
 
 def _load() -> Path | None:
-    """Load the compiled library beside this file; None where it was not built.
+    """Load the compiled library beside this file, or the one that TEMPO_LIBRARY names; None where it was not built.
 
     Raises:
         ImportError: it is there but does not load, or there are several.
     """
-    found = sorted(Path(__file__).parent.glob("_C*.so"))
+    named = os.environ.get("TEMPO_LIBRARY")
+    found = [Path(named)] if named else sorted(Path(__file__).parent.glob("_C*.so"))
     if not found:
         return None
     if len(found) > 1:

@@ -40,7 +40,7 @@ __device__ inline void store_packed(T* p, const Packed<T>& v) {
 
 __device__ inline float2 pair_of(uint32_t bits, const __half*) {
   __half2 pair;
-  memcpy(&pair, &bits, sizeof bits);
+  memcpy(static_cast<void*>(&pair), &bits, sizeof bits);
   return __half22float2(pair);
 }
 __device__ inline float2 pair_of(uint32_t bits, const __nv_bfloat16*) {

@@ -1,0 +1,44 @@
+// Dropout without a kept mask. One thread: 8 elements; least bytes per element: read and write it.
+#include "common/gpu_philox.cuh"
+#include "common/gpu_vector.cuh"
+#include "dropout/dropout.h"
+
+namespace tempo {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) dropout_kernel(const T* x, T* y, DeviceDropout draw, int64_t numel, bool aligned) {
+  const int64_t first = ((int64_t)blockIdx.x * kThreads + threadIdx.x) * kVector, count = numel - first;
+  if (count <= 0) return;
+  const Mask mask(draw);
+  float v[kVector];
+  load8(x + first, count, aligned, v);
+  if ((mask.first_element & 3) == 0) {
+    const uint32_t keep = mask.keep8((uint64_t)first);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) v[i] = drop(v[i], keep >> i & 1, draw.scale);
+  } else {
+    // Samples whose size is no multiple of 4: the mask's blocks lie across the thread's elements.
+    for (int i = 0; i < kVector; ++i) v[i] = drop(v[i], mask.keep1((uint64_t)(first + i)), draw.scale);
+  }
+  store8(y + first, count, aligned, v);
+}
+
+}  // namespace
+
+int dropout(int dtype, const void* x, void* y, const DeviceDropout& draw, int64_t numel, void* stream) {
+  const unsigned grid = grid_size(numel, kThreads * kVector);
+  if (grid == 0) return (int)cudaErrorInvalidValue;
+  const bool aligned = is_aligned(x) && is_aligned(y);
+  return by_dtype(dtype, [&](auto* tag) {
+    using T = element_type<decltype(tag)>;
+    CU_LAUNCH(dropout_kernel<T>, dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)x, (T*)y, draw, numel, aligned);
+    return (int)cudaGetLastError();
+  });
+}
+
+}  // namespace cuda
+}  // namespace tempo
