@@ -6,6 +6,7 @@
 #
 # PYTHON=python3.12   the interpreter to make the environment with (default: the newest of 3.10 to 3.14 on PATH)
 # TORCH="torch==2.11.0"   another PyTorch (2.10 to 2.14 are supported; a path to a wheel works as well)
+# TEMPO_CUDA=1|0          build the CUDA kernels or leave them out (default: where nvcc is found and PyTorch has CUDA)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +14,7 @@ requirements=requirements.txt
 case "${1:-}" in
   "") ;;
   --dev) requirements="requirements-dev.txt" ;;
-  -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   *) echo "error: unknown argument '$1' (try --help)" >&2; exit 2 ;;
 esac
 
@@ -88,11 +89,15 @@ install_requirements() {
   cp "$requirements" "$stamp"
 }
 
-# The compiled layers, built in place (tempo/_C.so); again only where their sources or PyTorch changed.
+# The compiled layers, built in place (tempo/_C.so); again only where their sources or PyTorch changed. A PyTorch without CUDA
+# cannot use CUDA kernels: they are left out of this environment even where nvcc is found.
 build_kernels() {
   local stamp=.venv/built_kernels.txt sources
-  sources=$(cat setup.py csrc/*.cpp csrc/*/*.cpp csrc/*/*.h tempo/_library.py | cksum)
-  sources="$sources $(.venv/bin/python -c 'import torch; print(torch.__version__)')"
+  if [ -z "${TEMPO_CUDA:-}" ] && .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+    export TEMPO_CUDA=0
+  fi
+  sources=$(cat setup.py csrc/*/*.{cpp,h,cu,cuh} tempo/_library.py | cksum)
+  sources="$sources ${TEMPO_CUDA:-auto} ${TEMPO_CUDA_ARCHS:-} $(.venv/bin/python -c 'import torch; print(torch.__version__)')"
   if ls tempo/_C*.so >/dev/null 2>&1 && [ "$(cat "$stamp" 2>/dev/null)" = "$sources" ]; then
     return
   fi
