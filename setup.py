@@ -3,7 +3,7 @@
 One library serves PyTorch 2.10 and newer under any Python, with or without CUDA. Environment variables:
 
 TEMPO_CUDA        auto (default: CUDA kernels where nvcc is found), 1 (a missing nvcc is an error), 0 (CPU kernels only)
-TEMPO_CUDA_ARCHS  compute capabilities, default "75 80 90 100 120+PTX"
+TEMPO_CUDA_ARCHS  compute capabilities, default those of "75 80 90 100 120+PTX" that nvcc knows; 70 (V100) needs CUDA 12
 TORCH_DIR         folder of the torch package, if it is not in the environment that is installed into
 CUDA_HOME         the toolkit; default: where nvcc on PATH lies, /usr/local/cuda, the newest /usr/local/cuda-*
 CXX, MAX_JOBS     the compiler (default g++), how many run at once (default: one per CPU)
@@ -95,14 +95,42 @@ def cuda_home() -> Path | None:
     return None
 
 
+def number_of(arch: str) -> str:
+    """ "9.0" and "90+PTX" -> "90"."""
+    return arch.removesuffix("+PTX").replace(".", "")
+
+
+def cuda_archs(home: Path) -> str:
+    """Return the compute capabilities to build for: what TEMPO_CUDA_ARCHS asks for, or the default as far as nvcc knows it."""
+    listed = subprocess.run([f"{home}/bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
+    known = re.findall(r"compute_(\d+)", listed)
+    asked = os.environ.get("TEMPO_CUDA_ARCHS", "").replace(";", " ").split()
+    for arch in asked:
+        if not re.fullmatch(r"\d+[a-z]?", number_of(arch)):
+            raise BuildError(
+                f"error: TEMPO_CUDA_ARCHS={' '.join(asked)!r}: {arch!r} is not a compute capability such as 80, 9.0 or 120+PTX"
+            )
+        if number_of(arch).rstrip("abcf") not in known:
+            cure = "; CUDA 12 is the last toolkit that builds for it" if int(number_of(arch).rstrip("abcf")) < 75 else ""
+            raise BuildError(
+                f"error: TEMPO_CUDA_ARCHS={' '.join(asked)!r}: {home}/bin/nvcc does not know {arch!r},"
+                f" only {', '.join(known)}{cure}"
+            )
+    if asked:
+        return " ".join(asked)
+    archs = [arch for arch in DEFAULT_CUDA_ARCHS.split() if number_of(arch) in known]
+    if not archs:
+        raise BuildError(
+            f"error: {home}/bin/nvcc knows none of {DEFAULT_CUDA_ARCHS}, only {', '.join(known)}: set TEMPO_CUDA_ARCHS"
+        )
+    # Newer GPUs compile the PTX of the newest.
+    return " ".join([*archs[:-1], archs[-1].removesuffix("+PTX") + "+PTX"])
+
+
 def gencode_flags(archs: str) -> list[str]:
     flags = []
-    for arch in archs.replace(";", " ").split():
-        number = arch.removesuffix("+PTX").replace(".", "")
-        if not re.fullmatch(r"\d+[a-z]?", number):
-            raise BuildError(
-                f"error: TEMPO_CUDA_ARCHS={archs!r}: {arch!r} is not a compute capability such as 80, 9.0 or 120+PTX"
-            )
+    for arch in archs.split():
+        number = number_of(arch)
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if arch.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
@@ -124,14 +152,14 @@ def cuda_commands() -> tuple[dict[str, tuple[Path, Command]], list[str]]:
         why = "TEMPO_CUDA=0" if mode == "0" else "no nvcc found" if home is None else "this version has none"
         say(f"CUDA kernels: left out ({why}); on a GPU the layers run as their PyTorch references")
         return {}, []
-    archs = os.environ.get("TEMPO_CUDA_ARCHS", DEFAULT_CUDA_ARCHS)
+    archs = cuda_archs(home)
     say(f"CUDA kernels: compute capabilities {archs}, {home}/bin/nvcc")
-    nvcc = [f"{home}/bin/nvcc", "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", f"-I{SOURCES}"]
-    nvcc += [*gencode_flags(archs), "-c"]
+    nvcc = [f"{home}/bin/nvcc", "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", f"-I{SOURCES}"]
+    nvcc += [f'-DTEMPO_CUDA_ARCHS="{archs}"', *gencode_flags(archs), "-c"]
     folders = [home / name for name in ("lib64", "lib", "targets/x86_64-linux/lib")]
     library = next((folder for folder in folders if (folder / "libcudart_static.a").exists()), folders[0])
     link = [f"-L{library}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    return {f"{source.stem}_cuda": (source, nvcc) for source in sources}, link
+    return {source.stem: (source, nvcc) for source in sources}, link
 
 
 def say(message: str) -> None:

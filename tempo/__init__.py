@@ -15,6 +15,8 @@ from tempo.saved_bytes import SavedBytes, SavedItem, saved_bytes
 
 __version__ = "0.1.0"
 
+kernels._report_at_import()
+
 __all__ = [
     "Combined",
     "InplaceGelu",
