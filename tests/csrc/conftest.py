@@ -12,7 +12,8 @@ from torch import Tensor
 import tempo
 
 SIZES = (1, 7, 33, 1023, 1024, 1500, 4097)
-DTYPES = (torch.float32, torch.bfloat16)
+# TEMPO_LIBRARY: the CUDA kernels, emulated, which serve float16 as well (tests/cuda_emulation).
+DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if "TEMPO_LIBRARY" in os.environ else ()))
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +52,8 @@ def three_way() -> Callable[[Tensor, Tensor, Tensor, float], None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`size` and `dtype` arguments run over all odd sizes and both dtypes."""
+    """`size` and `dtype` arguments run over all odd sizes and all dtypes."""
     if "size" in metafunc.fixturenames:
         metafunc.parametrize("size", SIZES)
     if "dtype" in metafunc.fixturenames:
-        metafunc.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+        metafunc.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,7 +67,7 @@ def test_equals_the_reference_op(dtype: torch.dtype, generator: torch.Generator)
     columns = exact_columns(weight, bias, dtype)
     y, rstd, exact = ops.reference_layer_norm_forward(x, weight, bias, EPS, columns)
     mine = ops.layer_norm_forward(x, weight, bias, EPS, columns)
-    step = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+    step = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[dtype]
     for a, b in zip(mine, (y, rstd, exact), strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=step, atol=step)
@@ -146,7 +148,8 @@ def test_does_not_depend_on_the_number_of_threads(dtype: torch.dtype, threads, g
 
 def test_other_dtypes_and_no_rows_reach_the_reference() -> None:
     weight, bias = torch.rand(20) + 0.5, torch.randn(20)
-    for dtype in (torch.float64, torch.float16):
+    # The CUDA kernels, emulated, serve float16 themselves.
+    for dtype in (torch.float64,) if "TEMPO_LIBRARY" in os.environ else (torch.float64, torch.float16):
         x = torch.randn(6, 20).to(dtype)
         columns = exact_columns(weight, bias, dtype)
         mine = ops.layer_norm_forward(x, weight, bias, EPS, columns)
