@@ -1,8 +1,10 @@
 """Time each layer against PyTorch, side by side in one run.
 
-    python -m benchmarks.layers                               prints a table
+    python -m benchmarks.layers                               prints a table; on a GPU where there is one
     python -m benchmarks.layers --output                      and writes benchmarks/results/layers_<machine>_<date>.md
-    python -m benchmarks.layers --threads 2 --dtype bfloat16 --rounds 30
+    python -m benchmarks.layers --device cpu --threads 2 --dtype bfloat16 --rounds 30
+
+On a GPU the ops are timed forward and backward apart, see layers_gpu.py; the rest of this text is about CPUs.
 
 The contestants of a comparison take turns, so that a busy machine slows all of them alike; the medians and their ratio count.
 Bandwidth is the least number of bytes that the operation has to move, divided by the time, as a share of what a copy reaches.
@@ -31,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tempo
+from benchmarks import layers_gpu
 from tempo.layer_norm import exact_columns
 
 RESULTS = Path(__file__).parent / "results"
@@ -252,7 +255,11 @@ def machine_name() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def report(arguments: argparse.Namespace) -> str:
+def command() -> str:
+    return " ".join(["python -m benchmarks.layers", *sys.argv[1:]])
+
+
+def cpu_report(arguments: argparse.Namespace) -> str:
     kept = arguments.keep_memory and keep_memory()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -263,18 +270,23 @@ def report(arguments: argparse.Namespace) -> str:
         "",
         f"- machine: {machine_name()}, {arguments.threads} threads; {platform.system()}, Python {platform.python_version()}",
         f"- PyTorch {torch.__version__}; tempo kernels: {', '.join(implementations)} ({tempo.kernels.cpu_instruction_set()})",
-        f"- date: {datetime.date.today().isoformat()}; command: `{' '.join(['python -m benchmarks.layers', *sys.argv[1:]])}`",
+        f"- date: {datetime.date.today().isoformat()}; command: `{command()}`",
         f"- medians of {arguments.rounds} rounds, in turns; freed memory is {'kept' if kept else 'given back'} by malloc",
         f"- copy speed: {copy_speed / 1e9:.1f} GB/s (read + written)",
     ]
-    for name in arguments.dtype:
+    for name in arguments.dtype or ["float32", "bfloat16"]:
         timings = [measure(comparison, arguments.rounds) for comparison in comparisons(getattr(torch, name))]
         lines += ["", f"## {name}", "", *table(timings, copy_speed)]
     return "\n".join(lines) + "\n"
 
 
-def output_path() -> Path:
-    machine = re.sub(r"[^a-z0-9]+", "-", machine_name().lower()).strip("-")
+def gpu_report(arguments: argparse.Namespace) -> str:
+    dtypes = arguments.dtype or ["float32", "float16", "bfloat16"]
+    return layers_gpu.report(torch.device(arguments.device), dtypes, arguments.rounds, arguments.tokens, command())
+
+
+def output_path(machine: str) -> Path:
+    machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
     return RESULTS / f"layers_{machine}_{datetime.date.today().isoformat()}.md"
 
 
@@ -282,11 +294,18 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m benchmarks.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    result.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where PyTorch finds a device, else cpu)")
     result.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: all that PyTorch takes)"
     )
     result.add_argument("--rounds", type=int, default=20, help="timed calls of each contestant (default 20)")
-    result.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    result.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["float32", "float16", "bfloat16"],
+        help="default: all three on a GPU, float32 and bfloat16 on a CPU",
+    )
+    result.add_argument("--tokens", type=int, help="GPU: tokens of a batch (default 65536; 16384 below 32 GiB of memory)")
     result.add_argument("--keep-memory", action=argparse.BooleanOptionalAction, default=True, help="see above")
     result.add_argument(
         "--output", nargs="?", const="", default=None, metavar="FILE", help="write Markdown; default name: in benchmarks/results/"
@@ -294,14 +313,33 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def parse(given: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; what makes no sense ends with exit status 2."""
+    arguments = parser().parse_args(given)
+    for name in ("threads", "rounds", "tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser().error(f"--{name} must be at least 1, got {value}")
+    if arguments.device is None:
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
+        parser().error(f"--device must be cpu, cuda or cuda:N, got {arguments.device!r}")
+    if arguments.device != "cpu":
+        index, count = int(arguments.device[5:] or 0), torch.cuda.device_count()
+        if index >= count:
+            parser().error(f"--device {arguments.device}: PyTorch {torch.__version__} finds {count} CUDA device(s)")
+        arguments.device = f"cuda:{index}"
+    return arguments
+
+
 def main() -> None:
-    arguments = parser().parse_args()
-    if arguments.threads < 1 or arguments.rounds < 1:
-        parser().error("--threads and --rounds must be at least 1")
-    text = report(arguments)
+    arguments = parse()
+    on_cpu = arguments.device == "cpu"
+    text = cpu_report(arguments) if on_cpu else gpu_report(arguments)
     print(text, end="")
     if arguments.output is not None:
-        path = Path(arguments.output) if arguments.output else output_path()
+        machine = machine_name() if on_cpu else torch.cuda.get_device_name(arguments.device)
+        path = Path(arguments.output) if arguments.output else output_path(machine)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         print(f"written to {path}")
