@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kWarpPerRow ? 4 * kWarp : kForwardThreads) nor
 
 // Any number of columns, any alignment; a block does a row, and goes over it three times.
 template <class T, bool kResidual>
-__global__ void __launch_bounds__(kGeneralThreads) norm_forward_general_kernel(NormForward<T> a) {
+__global__ void __launch_bounds__(kGeneralThreads, 1) norm_forward_general_kernel(NormForward<T> a) {
   CU_SHARED(WarpPairs, scratch, [2]);
   const int64_t row = blockIdx.x, columns = a.shape.num_columns;
   const int thread = (int)threadIdx.x;
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kMaxBackwardThreads) norm_backward_kernel(Norm
 
 // Any number of columns, any alignment. The sums of a block are in its row of `partial` from the start.
 template <class T, bool kResidual>
-__global__ void __launch_bounds__(kGeneralThreads) norm_backward_general_kernel(NormBackward<T> a) {
+__global__ void __launch_bounds__(kGeneralThreads, 1) norm_backward_general_kernel(NormBackward<T> a) {
   CU_SHARED(WarpPairs, scratch, [2]);
   const int64_t columns = a.shape.num_columns;
   float* partial = a.partial + (int64_t)blockIdx.x * kNumSums<kResidual> * columns;
@@ -351,10 +351,10 @@ inline int backward_threads(int64_t columns) { return (int)((columns / kVector +
 
 inline bool backward_takes_vectors(int64_t columns) { return columns % kVector == 0 && columns <= kMaxBackwardThreads * kVector; }
 
-// Enough blocks to fill the device, as far as there are rows.
+// Enough blocks to fill the device, as far as there are rows: registers allow 512 threads a multiprocessor.
 inline int64_t backward_blocks(int64_t num_rows, int64_t columns) {
   const int threads = backward_takes_vectors(columns) ? backward_threads(columns) : kGeneralThreads;
-  const int64_t blocks = (int64_t)num_multiprocessors() * (768 / threads > 1 ? 768 / threads : 1);
+  const int64_t blocks = (int64_t)num_multiprocessors() * (512 / threads > 1 ? 512 / threads : 1);
   return blocks < num_rows ? blocks : num_rows;
 }
 

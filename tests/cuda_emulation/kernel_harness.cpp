@@ -9,6 +9,7 @@
 #include "attention/softmax_dropout.h"
 #include "common/gpu.h"
 #include "dropout/dropout.h"
+#include "dropout_add_layer_norm/dropout_add_layer_norm.h"
 #include "gelu/gelu.h"
 #include "layer_norm/layer_norm.h"
 
@@ -101,27 +102,44 @@ void run_gelu(int dtype, int64_t n, bool aligned) {
   }
 }
 
+// The LayerNorm alone, and with bias, dropout and residual before it for each p.
 void run_layer_norm(int dtype, int64_t columns, bool aligned) {
-  const int64_t rows = 5, num_exact = columns < 4 ? columns : 4;
+  const int64_t rows = 5, count = rows * columns, num_exact = columns < 4 ? columns : 4;
+  const Draw draw;
   for (int parameter_dtype : {(int)tempo::kFloat, dtype}) {
-    Values x(dtype, rows * columns, 2, aligned), y(dtype, rows * columns, 0, aligned), grad(dtype, rows * columns, 3, aligned);
-    Values dx(dtype, rows * columns, 0, aligned), exact(dtype, rows * num_exact, 0);
-    Values gamma(parameter_dtype, columns, 4), beta(parameter_dtype, columns, 5);
-    Values dgamma(parameter_dtype, columns, 0), dbeta(parameter_dtype, columns, 0);
+    Values x(dtype, count, 2, aligned), residual(dtype, count, 6, aligned), grad(dtype, count, 3, aligned);
+    Values gamma(parameter_dtype, columns, 4), beta(parameter_dtype, columns, 5), x_bias(parameter_dtype, columns, 7);
     std::vector<int64_t> kept(num_exact);
     for (int64_t k = 0; k < num_exact; ++k) kept[k] = k * (columns / num_exact), gamma.set(parameter_dtype, kept[k], 0.0f);
     const tempo::LayerNormShape shape{columns, num_exact, kept.data()};
+    const tempo::Parameter g{gamma.get(), parameter_dtype}, b{beta.get(), parameter_dtype}, xb{x_bias.get(), parameter_dtype};
     const int64_t num_partials = tempo::cuda::layer_norm_num_partials(rows, columns);
-    Buffer rstd(rows * 4), partial(num_partials * 2 * columns * 4);
-    const tempo::Parameter g{gamma.get(), parameter_dtype}, b{beta.get(), parameter_dtype};
-    check(tempo::cuda::layer_norm_forward(dtype, x.get(), g, b, 1e-12f, y.get(), rstd.floats(), exact.get(), shape, rows, nullptr),
-          "layer_norm_forward");
-    check(tempo::cuda::layer_norm_backward(dtype, grad.get(), y.get(), rstd.floats(), g, b, exact.get(), dx.get(),
-                                           {dgamma.get(), parameter_dtype}, {dbeta.get(), parameter_dtype}, partial.floats(),
-                                           num_partials, shape, rows, nullptr),
-          "layer_norm_backward");
-    for (const Buffer* buffer : {(Buffer*)&y, (Buffer*)&dx, (Buffer*)&exact, &rstd, (Buffer*)&dgamma, (Buffer*)&dbeta})
-      buffer->add_to_checksum();
+    for (double p : {-1.0, 0.0, 0.3, 1.0}) {  // -1: the LayerNorm alone
+      Values y(dtype, count, 0, aligned), dx(dtype, count, 0, aligned), dresidual(dtype, count, 0, aligned);
+      Values exact(dtype, rows * num_exact, 0), dgamma(parameter_dtype, columns, 0), dbeta(parameter_dtype, columns, 0);
+      Values dx_bias(parameter_dtype, columns, 0);
+      Buffer rstd(rows * 4), partial(num_partials * (p < 0 ? 2 : 3) * columns * 4);
+      const tempo::ParameterGradient dg{dgamma.get(), parameter_dtype}, db{dbeta.get(), parameter_dtype};
+      if (p < 0) {
+        check(tempo::cuda::layer_norm_forward(dtype, x.get(), g, b, 1e-12f, y.get(), rstd.floats(), exact.get(), shape, rows, nullptr),
+              "layer_norm_forward");
+        check(tempo::cuda::layer_norm_backward(dtype, grad.get(), y.get(), rstd.floats(), g, b, exact.get(), dx.get(), dg, db,
+                                               partial.floats(), num_partials, shape, rows, nullptr),
+              "layer_norm_backward");
+      } else {
+        const auto drawn = draw.get(p, columns);
+        check(tempo::cuda::dropout_add_layer_norm_forward(dtype, x.get(), xb, residual.get(), g, b, drawn, 1e-12f, y.get(),
+                                                          rstd.floats(), exact.get(), shape, rows, nullptr),
+              "dropout_add_layer_norm_forward");
+        check(tempo::cuda::dropout_add_layer_norm_backward(dtype, grad.get(), y.get(), rstd.floats(), g, b, exact.get(), drawn,
+                                                           p == 0.0 ? nullptr : dx.get(), dresidual.get(),
+                                                           {dx_bias.get(), parameter_dtype}, dg, db, partial.floats(), num_partials,
+                                                           shape, rows, nullptr),
+              "dropout_add_layer_norm_backward");
+      }
+      for (const Values* values : {&y, &dx, &dresidual, &exact, &dgamma, &dbeta, &dx_bias}) values->add_to_checksum();
+      rstd.add_to_checksum();
+    }
   }
 }
 
