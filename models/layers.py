@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tempo
 from models.config import BertConfig
+from tempo.layer_norm import num_unsafe_columns
 
 
 class LayerNorm(nn.LayerNorm):
@@ -23,6 +24,16 @@ class LayerNorm(nn.LayerNorm):
 def layer_norm(config: BertConfig) -> nn.LayerNorm:
     kind = tempo.InplaceLayerNorm if config.uses_inplace_layer_norm else LayerNorm
     return kind(config.hidden_size, eps=config.layer_norm_eps)
+
+
+def most_unsafe_columns(model: nn.Module, dtype: torch.dtype) -> int:
+    """How many columns the worst of the model's in-place LayerNorms cannot rebuild well from an output of `dtype`.
+
+    On a GPU `tempo.layer_norm.NUM_EXACT_COLUMNS` of them are exact all the same. Waits for the device.
+    """
+    norms = [module for module in model.modules() if isinstance(module, tempo.InplaceLayerNorm)]
+    counts = [num_unsafe_columns(norm.weight, norm.bias, dtype) for norm in norms]
+    return int(torch.stack(counts).max()) if counts else 0
 
 
 class Gelu(nn.Module):

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_
 import tempo
 from data_prep.masking import mix_keys
 from models.bert import BertForPreTraining, BertOutput
+from models.layers import most_unsafe_columns
 from pretrain import checkpoint, distributed, resume, startup
 from pretrain.config import Config, to_dict
 from pretrain.data import MODEL_INPUTS, micro_batches, split_batch
@@ -30,6 +31,7 @@ from pretrain.plotting import plot_run
 from pretrain.progress import Clock, Progress, ProgressBar, Sums
 from pretrain.schedule import learning_rate
 from pretrain.signals import StopSignal
+from tempo.layer_norm import NUM_EXACT_COLUMNS
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Trainer:
         self.last_checkpoint = self._load_weights()
         self.ranked_model = self.ranks.wrap(self.model)
         self.consecutive_skips = 0
+        self.warned_of_columns = False
         self.stop = StopSignal()
 
     # ---- the loop ----
@@ -220,6 +223,7 @@ class Trainer:
             means.update(self._evaluate())
         if not self.ranks.is_main:
             return
+        self._warn_of_unsafe_columns()
         sequences_per_second, seconds_per_step = rates
         progress = self.progress
         row: dict[str, Any] = {
@@ -241,6 +245,21 @@ class Trainer:
         self.metrics.append(row)
         self.wandb.log(row)
         bar.show(means["loss"], sequences_per_second, seconds_per_step)
+
+    def _warn_of_unsafe_columns(self) -> None:
+        """Once, where LayerNorms have more columns with a small gamma than a GPU keeps exact."""
+        if self.device.type == "cpu" or self.warned_of_columns:  # a CPU keeps every one of them
+            return
+        worst = most_unsafe_columns(self.model, PRECISIONS[self.config.train.precision])
+        if worst > NUM_EXACT_COLUMNS:
+            self.warned_of_columns = True
+            log.warning(
+                "step %d: a LayerNorm has %d columns with |gamma| < |beta| / 8, of which in-place LayerNorm keeps %d exact; the"
+                " gradients of the others lose accuracy. model.inplace_layer_norm: false computes them exactly",
+                self.progress.step,
+                worst,
+                NUM_EXACT_COLUMNS,
+            )
 
     def _say(self, text: str) -> None:
         if self.ranks.is_main:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+import tempo
 from pretrain import checkpoint
+from pretrain.progress import Progress
 from pretrain.schedule import learning_rate
 from pretrain.trainer import Trainer, TrainingFailed
 from tests.run_factory import NVIDIA, config, losses, rows_of, stable_rows, train
@@ -314,3 +317,21 @@ def test_data_without_a_held_out_split_trains_without_evaluation(tmp_path: Path,
     train(data, tmp_path / "run", train__eval_every=1, train__max_steps=1)
     assert "training goes on without evaluation" in caplog.text
     assert not set(rows_of(tmp_path / "run")[0]) & EVALUATED
+
+
+@pytest.mark.parametrize(("num_bad", "device", "warns"), [(17, "cuda", True), (16, "cuda", False), (17, "cpu", False)])
+def test_more_unsafe_columns_than_a_gpu_keeps_exact_are_reported_once(
+    num_bad: int, device: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Sequential(tempo.InplaceLayerNorm(32), tempo.InplaceLayerNorm(32))
+    with torch.no_grad():
+        model[1].weight[:num_bad], model[1].bias[:num_bad] = 0.1, 1.0
+    config = SimpleNamespace(train=SimpleNamespace(precision="bf16"))
+    trainer: Any = SimpleNamespace(
+        device=torch.device(device), warned_of_columns=False, model=model, config=config, progress=Progress(step=7)
+    )
+    for _ in range(2):
+        Trainer._warn_of_unsafe_columns(trainer)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warns
+    assert all("step 7" in message and "17 columns" in message for message in messages)
