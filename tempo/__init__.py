@@ -7,6 +7,7 @@ GELU, in-place LayerNorm, attention that recomputes its dropout.
 from tempo import kernels
 from tempo.attention import Combined, attention
 from tempo.dropout import SampleCounter, dropout
+from tempo.dropout_add_layer_norm import DropoutAddLayerNorm, dropout_add_layer_norm
 from tempo.gelu import InplaceGelu, gelu
 from tempo.layer_norm import InplaceLayerNorm, layer_norm
 from tempo.linear import Linear, linear
@@ -19,6 +20,7 @@ kernels._report_at_import()
 
 __all__ = [
     "Combined",
+    "DropoutAddLayerNorm",
     "InplaceGelu",
     "InplaceLayerNorm",
     "Linear",
@@ -27,6 +29,7 @@ __all__ = [
     "SavedItem",
     "attention",
     "dropout",
+    "dropout_add_layer_norm",
     "gelu",
     "keep_mask",
     "kernels",

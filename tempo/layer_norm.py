@@ -23,12 +23,18 @@ NUM_EXACT_COLUMNS = 16
 _UNSAFE_RATIO = 8.0
 
 
-def _ratio(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """|beta / gamma| per column; infinite where gamma is 0, or so small that y lies among the dtype's subnormal numbers."""
+def _min_gamma(dtype: torch.dtype) -> float:
+    """The least |gamma| whose y does not lie among the dtype's subnormal numbers.
+
+    2^-10 for float16, whose y has too few significant bits below it; for the other dtypes next to nothing.
+    """
+    return 16.0 * torch.finfo(dtype).tiny
+
+
+def _ratio(weight: Tensor, bias: Tensor, min_gamma: float) -> Tensor:
+    """|beta / gamma| per column; infinite where |gamma| is 0 or below `min_gamma`."""
     gamma, beta = weight.detach().double().abs(), bias.detach().double().abs()
-    # 2^-10 for float16, whose y has too few significant bits below it; for the other dtypes next to nothing.
-    lost = gamma < 16.0 * torch.finfo(dtype).tiny
-    return torch.where(lost, torch.inf, beta / gamma)
+    return torch.where(gamma < min_gamma, torch.inf, beta / gamma)
 
 
 def num_unsafe_columns(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,38 +47,51 @@ def num_unsafe_columns(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tens
     Returns:
         int64 scalar tensor.
     """
-    return (_ratio(weight, bias, dtype) > _UNSAFE_RATIO).sum()
+    return (_ratio(weight, bias, _min_gamma(dtype)) > _UNSAFE_RATIO).sum()
 
 
-def exact_columns(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Choose the columns that keep x_hat: the 16 worst, and on a CPU all unsafe ones; int64 [K]."""
-    ratio = _ratio(weight, bias, dtype)
+def _choose_columns(weight: Tensor, bias: Tensor, min_gamma: float, all_unsafe: bool) -> Tensor:
+    ratio = _ratio(weight, bias, min_gamma)
     num_columns = min(NUM_EXACT_COLUMNS, ratio.numel())
-    if ratio.device.type == "cpu" and not torch.compiler.is_compiling():
+    if all_unsafe:
         num_columns = max(num_columns, int((ratio > _UNSAFE_RATIO).sum()))
     return ratio.topk(num_columns).indices.sort().values
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _choose_columns_fake(weight: Tensor, bias: Tensor, min_gamma: float, all_unsafe: bool) -> Tensor:
+    num_columns = torch.library.get_ctx().new_dynamic_size() if all_unsafe else min(NUM_EXACT_COLUMNS, weight.numel())
+    return weight.new_empty(num_columns, dtype=torch.int64)
+
+
+def exact_columns(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Choose the columns that keep x_hat: the 16 worst, and on a CPU all unsafe ones; int64 [K]."""
+    all_unsafe = weight.device.type == "cpu" and not torch.compiler.is_compiling()
+    return torch.ops.tempo.layer_norm_exact_columns(weight.detach(), bias.detach(), _min_gamma(dtype), all_unsafe)
+
+
+def normalise(
+    x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor, eps: float, columns: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y and exact_x_hat in `dtype` and rstd, of a contiguous `x` in the dtype of the arithmetic."""
     # In the shape of x throughout: autograd forbids to write over a view that a Function returns.
-    wide = x.contiguous().to(arithmetic_dtype(x.dtype))
-    mean = wide.mean(-1, keepdim=True)
-    centred = wide - mean
+    centred = x - x.mean(-1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     x_hat = centred.mul_(rstd)
-    y = torch.addcmul(bias.to(wide.dtype), x_hat, weight.to(wide.dtype)).to(x.dtype)
-    return y, rstd.flatten(), x_hat[..., columns].reshape(-1, columns.shape[0]).to(x.dtype)
+    y = torch.addcmul(bias.to(x.dtype), x_hat, weight.to(x.dtype)).to(dtype)
+    return y, rstd.flatten(), x_hat[..., columns].reshape(-1, columns.shape[0]).to(dtype)
 
 
-def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def empty_outputs(x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `normalise` does, of unknown values."""
     rows = x.numel() // x.shape[-1]
     rstd = x.new_empty(rows, dtype=arithmetic_dtype(x.dtype))
     return x.new_empty(x.shape), rstd, x.new_empty(rows, columns.shape[0])
 
 
-def _backward(
+def gradients(
     grad: Tensor, y: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, columns: Tensor, exact_x_hat: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x [R, H], weight and bias [H], all in the dtype of the arithmetic."""
     dtype = arithmetic_dtype(y.dtype)
     dy_RH = grad.reshape(-1, y.shape[-1]).to(dtype)
     gamma, beta = weight.to(dtype), bias.to(dtype)
@@ -87,15 +106,30 @@ def _backward(
     dx_hat_RH = dy_RH * gamma
     mean_dx_hat = dx_hat_RH.mean(1, keepdim=True)
     mean_dx_hat_x_hat = (dy_RH * scaled_RH).mean(1, keepdim=True)
-    dx = (dx_hat_RH - mean_dx_hat - x_hat_RH * mean_dx_hat_x_hat) * rstd[:, None]
-    dweight = (dy_RH * x_hat_RH).sum(0).to(weight.dtype)
-    return dx.to(grad.dtype).view(grad.shape), dweight, dy_RH.sum(0).to(bias.dtype)
+    dx_RH = (dx_hat_RH - mean_dx_hat - x_hat_RH * mean_dx_hat_x_hat) * rstd[:, None]
+    return dx_RH, (dy_RH * x_hat_RH).sum(0), dy_RH.sum(0)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return normalise(x.contiguous().to(arithmetic_dtype(x.dtype)), x.dtype, weight, bias, eps, columns)
+
+
+def _backward(
+    grad: Tensor, y: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, columns: Tensor, exact_x_hat: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx_RH, dweight, dbias = gradients(grad, y, rstd, weight, bias, columns, exact_x_hat)
+    return dx_RH.to(grad.dtype).view(grad.shape), dweight.to(weight.dtype), dbias.to(bias.dtype)
 
 
 define(
+    "layer_norm_exact_columns(Tensor weight, Tensor bias, float min_gamma, bool all_unsafe) -> Tensor",
+    _choose_columns,
+    _choose_columns_fake,
+)
+define(
     "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, Tensor exact_columns) -> (Tensor, Tensor, Tensor)",
     _forward,
-    _forward_fake,
+    lambda x, weight, bias, eps, columns: empty_outputs(x, columns),
 )
 define(
     "layer_norm_backward(Tensor grad, Tensor y, Tensor rstd, Tensor weight, Tensor bias, Tensor exact_columns,"
@@ -125,6 +159,21 @@ class _LayerNorm(torch.autograd.Function):
         return dx, dweight if needs_weight else None, dbias if needs_bias else None, None
 
 
+def check_parameters(name: str, x: Tensor, **parameters: Tensor) -> None:
+    """Refuse an `x` that cannot be normalised by the function `name`, and parameters that are not [H].
+
+    Raises:
+        ValueError: says which.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"{name} needs a floating-point tensor, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{name} needs a last dimension with at least one element, got shape {list(x.shape)}")
+    if any(parameter.shape != x.shape[-1:] for parameter in parameters.values()):
+        names, shapes = " and ".join(parameters), " and ".join(str(list(p.shape)) for p in parameters.values())
+        raise ValueError(f"{names} must be [{x.shape[-1]}], the last dimension of x; got {shapes}")
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> Tensor:
     """Normalise the last dimension; the backward pass needs the output, not the input.
 
@@ -140,19 +189,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> T
     Raises:
         ValueError: `weight` or `bias` is not [H], or `x` is not floating or has no elements in its last dimension.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"layer_norm needs a floating-point tensor, got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"layer_norm needs a last dimension with at least one element, got shape {list(x.shape)}")
-    if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
-        raise ValueError(
-            f"weight and bias must be [{x.shape[-1]}], the last dimension of x; got {list(weight.shape)} and {list(bias.shape)}"
-        )
+    check_parameters("layer_norm", x, weight=weight, bias=bias)
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
-class InplaceLayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` over one dimension that keeps its output for the backward pass; the same parameters and state_dict.
+class OneDimensionalLayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` over one dimension: what the layers here share.
 
     Args:
         normalized_shape: H, or a sequence of that one number.
@@ -162,10 +204,23 @@ class InplaceLayerNorm(nn.LayerNorm):
     def __init__(self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-12, **kwargs: Any) -> None:
         super().__init__(normalized_shape, eps=eps, **kwargs)
         if len(self.normalized_shape) != 1:
-            raise ValueError(f"InplaceLayerNorm normalises one dimension, got {list(self.normalized_shape)}")
+            raise ValueError(f"{type(self).__name__} normalises one dimension, got {list(self.normalized_shape)}")
 
-    def forward(self, input: Tensor) -> Tensor:
-        width, device = self.normalized_shape[0], input.device
+    def affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return gamma and beta; ones and zeros where the module has none."""
+        width = self.normalized_shape[0]
         weight = torch.ones(width, device=device) if self.weight is None else self.weight
         bias = torch.zeros(width, device=device) if self.bias is None else self.bias
-        return layer_norm(input, weight, bias, self.eps)
+        return weight, bias
+
+
+class InplaceLayerNorm(OneDimensionalLayerNorm):
+    """`nn.LayerNorm` over one dimension that keeps its output for the backward pass; the same parameters and state_dict.
+
+    Args:
+        normalized_shape: H, or a sequence of that one number.
+        eps: added to the variance.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, *self.affine(input.device), self.eps)
