@@ -22,43 +22,56 @@ __device__ inline uint4 philox_block(uint64_t seed, uint64_t site, uint64_t bloc
   return make_uint4(word_0, word_1, word_2, word_3);
 }
 
-// Draws the mask of one tensor. Read from the device's memory once per thread.
+// Draws the mask of one tensor; made once per thread, as it reads the device's memory. Without a draw (threshold 0, nothing is
+// dropped) it must not be asked.
 struct Mask {
-  uint64_t seed, site, first_element;
-  uint64_t threshold;
+  uint64_t seed = 0, site = 0, first_element = 0;
+  uint32_t last_dropped = 0;
+  float scale = 1.0f;
+  bool drops;
 
-  __device__ explicit Mask(const DeviceDropout& draw)
-      : seed((uint64_t)draw.rng[0]),
-        site(draw.site),
-        first_element((uint64_t)draw.rng[1] * draw.elements_per_sample),
-        threshold(draw.threshold) {}
+  __device__ explicit Mask(const DeviceDropout& draw) : drops(draw.threshold != 0) {
+    if (!drops) return;
+    seed = (uint64_t)draw.rng[0];
+    site = draw.site;
+    first_element = (uint64_t)draw.rng[1] * draw.elements_per_sample;
+    last_dropped = (uint32_t)(draw.threshold - 1);  // all of 32 bits where the threshold is 2^32
+    scale = draw.scale;
+  }
 
-  __device__ bool keeps(uint32_t word) const { return word >= threshold; }
+  // A select, so that a dropped NaN or infinity becomes 0.
+  __device__ float apply(float x, uint32_t word) const { return word > last_dropped ? x * scale : 0.0f; }
 
-  // Of the tensor's element i.
-  __device__ bool keep1(uint64_t i) const {
+  // The word of the tensor's element i.
+  __device__ uint32_t word1(uint64_t i) const {
     const uint64_t element = first_element + i;
     // Counts as the reference does: a shift that floors, also for negative numbers.
     const uint4 words = philox_block(seed, site, (uint64_t)((int64_t)element >> 2));
     switch (element & 3) {
-      case 0: return keeps(words.x);
-      case 1: return keeps(words.y);
-      case 2: return keeps(words.z);
-      default: return keeps(words.w);
+      case 0: return words.x;
+      case 1: return words.y;
+      case 2: return words.z;
+      default: return words.w;
     }
   }
 
-  // Bit k: whether element i + k is kept, k < 8. first_element + i must be a multiple of 4.
-  __device__ uint32_t keep8(uint64_t i) const {
+  // The words of elements i .. i + 7. first_element + i must be a multiple of 4.
+  __device__ void words8(uint64_t i, uint32_t (&words)[8]) const {
     const uint64_t block = (uint64_t)((int64_t)(first_element + i) >> 2);
     const uint4 a = philox_block(seed, site, block), b = philox_block(seed, site, block + 1);
-    return (uint32_t)keeps(a.x) | (uint32_t)keeps(a.y) << 1 | (uint32_t)keeps(a.z) << 2 | (uint32_t)keeps(a.w) << 3 |
-           (uint32_t)keeps(b.x) << 4 | (uint32_t)keeps(b.y) << 5 | (uint32_t)keeps(b.z) << 6 | (uint32_t)keeps(b.w) << 7;
+    words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
+    words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
+  }
+
+  __device__ float drop1(float x, uint64_t i) const { return apply(x, word1(i)); }
+
+  __device__ void drop8(float (&v)[8], uint64_t i) const {
+    uint32_t words[8];
+    words8(i, words);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) v[k] = apply(v[k], words[k]);
   }
 };
-
-// A select, so that a dropped NaN or infinity becomes 0.
-__device__ inline float drop(float x, bool keep, float scale) { return keep ? x * scale : 0.0f; }
 
 }  // namespace cuda
 }  // namespace tempo

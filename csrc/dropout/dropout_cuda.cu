@@ -16,13 +16,13 @@ __global__ void __launch_bounds__(kThreads) dropout_kernel(const T* x, T* y, Dev
   const Mask mask(draw);
   float v[kVector];
   load8(x + first, count, aligned, v);
-  if ((mask.first_element & 3) == 0) {
-    const uint32_t keep = mask.keep8((uint64_t)first);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) v[i] = drop(v[i], keep >> i & 1, draw.scale);
+  if (!mask.drops) {
+    // p is below 2^-33
+  } else if ((mask.first_element & 3) == 0) {
+    mask.drop8(v, (uint64_t)first);
   } else {
     // Samples whose size is no multiple of 4: the mask's blocks lie across the thread's elements.
-    for (int i = 0; i < kVector; ++i) v[i] = drop(v[i], mask.keep1((uint64_t)(first + i)), draw.scale);
+    for (int i = 0; i < kVector; ++i) v[i] = mask.drop1(v[i], (uint64_t)(first + i));
   }
   store8(y + first, count, aligned, v);
 }

@@ -14,7 +14,8 @@ With y = GELU(x), its minimum y_min at x_min, t = sqrt(y - y_min), q = sqrt(log2
 "low" serves 16-bit outputs, "high" float32. For the CUDA kernels GELU itself as well, with Phi the normal distribution function:
 
     near the minimum       y = y_min + d^2 P(d), d = x - x_min, |d| <= 0.4: right to half a unit in the last place
-    elsewhere, erf form    Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.3 a), a >= 0; "low" for 16-bit results
+    elsewhere, erf form    high: Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.3 a), a >= 0
+                           low:  Phi(-a) = 2^-(1 + a P(a)), a <= 13.5: few instructions, right to 2^-14 of itself
 
 Each P is the minimax polynomial (Remez exchange on a fine grid, in float64) of
 values computed with 40 digits, its coefficients rounded to float32. Needs numpy and mpmath; half a minute.
@@ -36,6 +37,7 @@ OUTPUT = Path(__file__).resolve().parents[2] / "tempo/gelu_coefficients.py"
 CUDA_OUTPUT = Path(__file__).with_name("gelu_pieces.cuh")
 NEAR_MINIMUM = 0.4
 TAIL_SCALE = 0.3
+LOW_TAIL_END = 13.5
 LOG2_E = float(1 / mp.log(2))
 
 Function = Callable[[mp.mpf], mp.mpf]
@@ -195,13 +197,20 @@ def fit_near_minimum(form: Form) -> list[float]:
     return to_powers(minimax(d, bowl * d * d, d * d, 6), d[0], d[-1], 0.0)
 
 
-def fit_tail(degree: int) -> list[float]:
+def fit_high_tail() -> list[float]:
     """P of Phi(-a) = exp(-a^2 / 2) t P(t); the error is relative."""
     start = 1 / (1 + 14 * TAIL_SCALE)
     t = start + (1 - start) * (1 - np.cos(np.pi * np.arange(600) / 599)) / 2
     a = [(1 / mp.mpf(v) - 1) / mp.mpf(TAIL_SCALE) for v in t]
     value = np.array([float(mp.ncdf(-p) * mp.exp(p * p / 2)) for p in a])
-    return to_powers(minimax(t, np.ones_like(t), t / value, degree), t[0], t[-1], 0.0)
+    return to_powers(minimax(t, np.ones_like(t), t / value, 9), t[0], t[-1], 0.0)
+
+
+def fit_low_tail() -> list[float]:
+    """P of Phi(-a) = 2^-(1 + a P(a)); an error of the exponent is a relative one of Phi."""
+    a = LOW_TAIL_END * (1 - np.cos(np.pi * np.arange(800) / 799)) / 2
+    exponent = np.array([float(-mp.log(mp.ncdf(-mp.mpf(v)), 2)) for v in a]) - 1
+    return to_powers(minimax(a, exponent, np.maximum(a, 1e-12), 8), a[0], a[-1], 0.0)
 
 
 def literal(value: float) -> str:
@@ -251,8 +260,9 @@ def render_cuda(coefficients: dict[str, dict]) -> str:
             lines += horner(key, variable, c[key]["polynomial"], c[key]["center"])
         lines += horner("near_minimum", "d", fit_near_minimum(form))
         lines += ["};", ""]
-    lines += [f"constexpr float kNearMinimum = {literal(NEAR_MINIMUM)}, kTailScale = {literal(TAIL_SCALE)};", ""]
-    lines += ["struct NormalTail {", *horner("high", "t", fit_tail(9)), *horner("low", "t", fit_tail(5)), "};", ""]
+    lines += [f"constexpr float kNearMinimum = {literal(NEAR_MINIMUM)}, kTailScale = {literal(TAIL_SCALE)};"]
+    lines += [f"constexpr float kLowTailEnd = {literal(LOW_TAIL_END)};", ""]
+    lines += ["struct NormalTail {", *horner("high", "t", fit_high_tail()), *horner("low", "a", fit_low_tail()), "};", ""]
     return "\n".join([*lines, "}  // namespace cuda", "}  // namespace tempo", ""])
 
 

@@ -16,9 +16,11 @@ constexpr float kFarLeft = 40.0f;
 template <bool kHigh>
 struct ErfForm : ErfPieces {
   __device__ static Tail tail(float a) {
-    const float gauss = exp2f(a * a * -0.72134752f);  // exp(-a^2 / 2)
-    const float t = __fdividef(1.0f, fmaf(kTailScale, a, 1.0f));
-    return {gauss * t * (kHigh ? NormalTail::high(t) : NormalTail::low(t)), a * gauss * 0.39894228f};
+    const float gauss = fast_exp2(a * a * -0.72134752f);  // exp(-a^2 / 2)
+    const float slope = a * gauss * 0.39894228f;
+    if (!kHigh) return {a < kLowTailEnd ? fast_exp2(-fmaf(a, NormalTail::low(a), 1.0f)) : 0.0f, slope};
+    const float t = fast_reciprocal(fmaf(kTailScale, a, 1.0f));
+    return {gauss * t * NormalTail::high(t), slope};
   }
 };
 
@@ -27,8 +29,8 @@ struct TanhForm : TanhPieces {
   __device__ static Tail tail(float a) {
     constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 sqrt(2 / pi), and that times 0.044715
     const float square = a * a;
-    const float e = exp2f(a * fmaf(square, -1.44269504f * kCubic, -1.44269504f * kLinear));
-    const float s = __fdividef(1.0f, 1.0f + e), q = e * s;
+    const float e = fast_exp2(a * fmaf(square, -1.44269504f * kCubic, -1.44269504f * kLinear));
+    const float s = fast_reciprocal(1.0f + e), q = e * s;
     return {q, a * s * q * fmaf(square, 3.0f * kCubic, kLinear)};
   }
 };
@@ -72,10 +74,10 @@ template <class Form>
 __device__ inline float derivative_low(float y, float t, bool is_right) {
   if (is_right) {
     t = fminf(t, 3.0f);
-    const float gauss = exp2f(-(Form::kLowBeta * y) * y);
+    const float gauss = fast_exp2(-(Form::kLowBeta * y) * y);
     return fmaf(gauss, fmaf(Form::low_right(t), t, Form::kLowK), 1.0f);
   }
-  const float q = left_distance<Form>(__log2f(-y), 4.8f);
+  const float q = left_distance<Form>(fast_log2(-y), 4.8f);
   return y < 0.0f ? Form::low_left(q) * q * y : 0.0f;
 }
 
@@ -83,10 +85,10 @@ template <class Form>
 __device__ inline float derivative_high(float y, float t, bool is_right) {
   if (is_right) {
     if (t <= 1.2f) return Form::high_right_near(t) * t;
-    return fmaf(exp2f(-(Form::kHighBeta * y) * y), Form::high_right_far(fminf(t, 3.0f)), 1.0f);
+    return fmaf(fast_exp2(-(Form::kHighBeta * y) * y), Form::high_right_far(fminf(t, 3.0f)), 1.0f);
   }
   if (t <= 0.28f) return -Form::high_left_near(t) * t;
-  return y < 0.0f ? Form::high_left_far(left_distance<Form>(log2f(-y), 5.0f)) * y : 0.0f;
+  return y < 0.0f ? Form::high_left_far(left_distance<Form>(fast_log2(-y), 5.0f)) * y : 0.0f;
 }
 
 template <class Form, bool kHigh>
@@ -125,7 +127,7 @@ __device__ inline Cell cell_of(float y) {
 template <class Form, class T>
 __device__ inline uint32_t place_in_cell(float exact, float y) {
   const Cell cell = cell_of<Form, T>(y);
-  const float place = __fdividef(fast_sqrt(depth<Form>(exact)) - cell.low, fmaxf(cell.width, 1e-30f)) * 8.0f;
+  const float place = (fast_sqrt(depth<Form>(exact)) - cell.low) * fast_reciprocal(fmaxf(cell.width, 1e-30f)) * 8.0f;
   return (uint32_t)fminf(fmaxf(place, 0.0f), 7.0f);
 }
 

@@ -188,6 +188,7 @@ struct TanhPieces {
 };
 
 constexpr float kNearMinimum = 0.4000000059604645f, kTailScale = 0.30000001192092896f;
+constexpr float kLowTailEnd = 13.5f;
 
 struct NormalTail {
   __device__ static float high(float t) {
@@ -203,13 +204,16 @@ struct NormalTail {
     p = fmaf(p, t, 0.11968663334846497f);
     return p;
   }
-  __device__ static float low(float t) {
-    float p = -0.07709752768278122f;
-    p = fmaf(p, t, 0.21603737771511078f);
-    p = fmaf(p, t, -0.016948416829109192f);
-    p = fmaf(p, t, 0.144196555018425f);
-    p = fmaf(p, t, 0.11374188959598541f);
-    p = fmaf(p, t, 0.12007423490285873f);
+  __device__ static float low(float a) {
+    float p = 1.814176253667199e-09f;
+    p = fmaf(p, a, -1.3430613421405724e-07f);
+    p = fmaf(p, a, 4.365694167063339e-06f);
+    p = fmaf(p, a, -8.245161734521389e-05f);
+    p = fmaf(p, a, 0.0010127667337656021f);
+    p = fmaf(p, a, -0.008636175654828548f);
+    p = fmaf(p, a, 0.053901154547929764f);
+    p = fmaf(p, a, 0.4588126242160797f);
+    p = fmaf(p, a, 1.1510283946990967f);
     return p;
   }
 };

@@ -49,17 +49,17 @@ constexpr int kGeneralThreads = 256;
 // ---- forward ----
 
 template <class T, bool kResidual>
-__device__ inline float input1(const NormForward<T>& a, int64_t row, int64_t column) {
+__device__ inline float input1(const NormForward<T>& a, const Mask& mask, int64_t row, int64_t column) {
   const int64_t i = row * a.shape.num_columns + column;
   float v = to_float(a.x[i]);
   if (!kResidual) return v;
   v += load1(a.x_bias, column);
-  if (a.draw.threshold != 0) v = drop(v, Mask(a.draw).keep1((uint64_t)i), a.draw.scale);
+  if (mask.drops) v = mask.drop1(v, (uint64_t)i);
   return v + to_float(a.residual[i]);
 }
 
 template <class T, bool kResidual>
-__device__ inline void input8(const NormForward<T>& a, int64_t row, int64_t column, float (&v)[kVector]) {
+__device__ inline void input8(const NormForward<T>& a, const Mask& mask, int64_t row, int64_t column, float (&v)[kVector]) {
   const int64_t i = row * a.shape.num_columns + column;
   load8(a.x + i, v);
   if (!kResidual) return;
@@ -68,11 +68,9 @@ __device__ inline void input8(const NormForward<T>& a, int64_t row, int64_t colu
 #pragma unroll
   for (int k = 0; k < kVector; ++k) v[k] += other[k];
   load8(a.residual + i, other);
-  uint32_t keep = 0xff;
-  float scale = 1.0f;
-  if (a.draw.threshold != 0) keep = Mask(a.draw).keep8((uint64_t)i), scale = a.draw.scale;
+  if (mask.drops) mask.drop8(v, (uint64_t)i);
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) v[k] = drop(v[k], keep >> k & 1, scale) + other[k];
+  for (int k = 0; k < kVector; ++k) v[k] += other[k];
 }
 
 // A row is worked on by a warp or by a block.
@@ -82,29 +80,31 @@ __device__ inline float row_sum(float v, WarpPairs& scratch) {
 }
 
 template <class T, bool kResidual>
-__device__ inline void keep_exact_columns(const NormForward<T>& a, int64_t row, float mean, float rstd, int thread, int threads) {
+__device__ inline void keep_exact_columns(const NormForward<T>& a, const Mask& mask, int64_t row, float mean, float rstd, int thread,
+                                          int threads) {
   for (int64_t k = thread; k < a.shape.num_exact_columns; k += threads) {
     const int64_t column = a.shape.exact_columns[k];
     if ((uint64_t)column >= (uint64_t)a.shape.num_columns) continue;
-    const float x_hat = (input1<T, kResidual>(a, row, column) - mean) * rstd;
+    const float x_hat = (input1<T, kResidual>(a, mask, row, column) - mean) * rstd;
     a.exact_x_hat[row * a.shape.num_exact_columns + k] = from_float<T>(x_hat);
   }
 }
 
 template <class T, bool kResidual, bool kWarpPerRow>
-__global__ void __launch_bounds__(kWarpPerRow ? 4 * kWarp : kForwardThreads) norm_forward_kernel(NormForward<T> a) {
+__global__ void __launch_bounds__(kWarpPerRow ? 4 * kWarp : kForwardThreads, 2) norm_forward_kernel(NormForward<T> a) {
   CU_SHARED(WarpPairs, scratch, [2]);
   constexpr int kThreads = kWarpPerRow ? kWarp : kForwardThreads;  // of a row
   const int64_t row = kWarpPerRow ? (int64_t)blockIdx.x * 4 + threadIdx.x / kWarp : (int64_t)blockIdx.x;
   if (row >= a.num_rows) return;  // whole warps, and whole blocks where a block does a row
   const int thread = (int)threadIdx.x % kThreads, columns = (int)a.shape.num_columns;
+  const Mask mask(a.draw);
 
   float v[kGroups][kVector], sum = 0.0f, square = 0.0f;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const int column = (g * kThreads + thread) * kVector;
     if (column >= columns) continue;
-    input8<T, kResidual>(a, row, column, v[g]);
+    input8<T, kResidual>(a, mask, row, column, v[g]);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) sum += v[g][k];
   }
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kWarpPerRow ? 4 * kWarp : kForwardThreads) nor
     for (int k = 0; k < kVector; ++k) v[g][k] = fmaf((v[g][k] - mean) * rstd, gamma[k], beta[k]);
     store8(a.y + row * columns + column, v[g]);
   }
-  keep_exact_columns<T, kResidual>(a, row, mean, rstd, thread, kThreads);
+  keep_exact_columns<T, kResidual>(a, mask, row, mean, rstd, thread, kThreads);
 }
 
 // Any number of columns, any alignment; a block does a row, and goes over it three times.
@@ -137,20 +137,21 @@ __global__ void __launch_bounds__(kGeneralThreads, 1) norm_forward_general_kerne
   CU_SHARED(WarpPairs, scratch, [2]);
   const int64_t row = blockIdx.x, columns = a.shape.num_columns;
   const int thread = (int)threadIdx.x;
+  const Mask mask(a.draw);
   float sum = 0.0f, square = 0.0f;
-  for (int64_t c = thread; c < columns; c += kGeneralThreads) sum += input1<T, kResidual>(a, row, c);
+  for (int64_t c = thread; c < columns; c += kGeneralThreads) sum += input1<T, kResidual>(a, mask, row, c);
   const float mean = block_sum(sum, 0.0f, scratch[0]).x / (float)columns;
   for (int64_t c = thread; c < columns; c += kGeneralThreads) {
-    const float centred = input1<T, kResidual>(a, row, c) - mean;
+    const float centred = input1<T, kResidual>(a, mask, row, c) - mean;
     square += centred * centred;
   }
   const float rstd = rsqrtf(block_sum(square, 0.0f, scratch[1]).x / (float)columns + a.eps);
   if (thread == 0) a.rstd[row] = rstd;
   for (int64_t c = thread; c < columns; c += kGeneralThreads) {
-    const float x_hat = (input1<T, kResidual>(a, row, c) - mean) * rstd;
+    const float x_hat = (input1<T, kResidual>(a, mask, row, c) - mean) * rstd;
     a.y[row * columns + c] = from_float<T>(fmaf(x_hat, load1(a.gamma, c), load1(a.beta, c)));
   }
-  keep_exact_columns<T, kResidual>(a, row, mean, rstd, thread, kGeneralThreads);
+  keep_exact_columns<T, kResidual>(a, mask, row, mean, rstd, thread, kGeneralThreads);
 }
 
 template <class T, bool kResidual>
@@ -195,6 +196,7 @@ __global__ void __launch_bounds__(kMaxBackwardThreads) norm_backward_kernel(Norm
   CU_SHARED(WarpPairs, scratch, [2]);
   CU_SHARED(short, exact, [kMaxBackwardThreads][kVector]);
   const int columns = (int)a.shape.num_columns, column = (int)threadIdx.x * kVector;
+  const Mask mask(a.draw);
   const bool active = column < columns;
   float gamma[kVector], beta[kVector], inverse[kVector], dgamma[kVector] = {}, dbeta[kVector] = {};
   float dx_bias[kResidual ? kVector : 1] = {};
@@ -261,10 +263,8 @@ __global__ void __launch_bounds__(kMaxBackwardThreads) norm_backward_kernel(Norm
     }
     if (kResidual) {
       store8(a.dresidual + i, dx);
-      if (a.draw.threshold != 0) {
-        const uint32_t keep = Mask(a.draw).keep8((uint64_t)i);
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) dx[k] = drop(dx[k], keep >> k & 1, a.draw.scale);
+      if (mask.drops) {
+        mask.drop8(dx, (uint64_t)i);
         store8(a.dx + i, dx);
       }
 #pragma unroll
@@ -285,6 +285,7 @@ template <class T, bool kResidual>
 __global__ void __launch_bounds__(kGeneralThreads, 1) norm_backward_general_kernel(NormBackward<T> a) {
   CU_SHARED(WarpPairs, scratch, [2]);
   const int64_t columns = a.shape.num_columns;
+  const Mask mask(a.draw);
   float* partial = a.partial + (int64_t)blockIdx.x * kNumSums<kResidual> * columns;
   for (int64_t c = threadIdx.x; c < columns; c += kGeneralThreads)
     for (int s = 0; s < kNumSums<kResidual>; ++s) partial[s * columns + c] = 0.0f;
@@ -311,8 +312,8 @@ __global__ void __launch_bounds__(kGeneralThreads, 1) norm_backward_general_kern
       partial[columns + c] += dy;
       if (kResidual) {
         a.dresidual[i] = from_float<T>(dx);
-        if (a.draw.threshold != 0) {
-          dx = drop(dx, Mask(a.draw).keep1((uint64_t)i), a.draw.scale);
+        if (mask.drops) {
+          dx = mask.drop1(dx, (uint64_t)i);
           a.dx[i] = from_float<T>(dx);
         }
         partial[2 * columns + c] += dx;
