@@ -16,7 +16,7 @@ bash scripts/install.sh --dev
 say "Lint"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/shellcheck scripts/*.sh .ci/run
+.venv/bin/shellcheck scripts/*.sh benchmarks/*.sh .ci/run
 
 say "Types"
 .venv/bin/mypy
