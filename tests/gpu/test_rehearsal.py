@@ -63,7 +63,7 @@ def test_without_a_gpu_all_are_skipped_with_a_reason() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ops", "layers", "bert"])
+@pytest.mark.parametrize("name", ["ops", "layers", "bert", "numerics"])
 def test_what_needs_no_cuda_holds_on_the_cpu(name: str) -> None:
     """Every line that a GPU would run but for streams, graphs and the like."""
     wanted = "not 65535 and not compiled and not opcheck"
