@@ -129,6 +129,21 @@ def _softmax_backward(p: float, shape: tuple[int, int], dtype: torch.dtype, devi
     return _randn(full, dtype, device, 2), probabilities, SCALE, p, _rng(device), SITE
 
 
+def _lamb(
+    grad_norm: float, settings: tuple[Any, ...], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Arguments:
+    """Three tensors in float32, gradients and (16-bit) copies in `dtype`, after a few steps."""
+    shapes = [shape, shape[1:], (1,)]
+    params, exp_avgs, exp_avg_sqs = (
+        [_randn(s, torch.float32, device, seed + i) for i, s in enumerate(shapes)] for seed in (1, 10, 20)
+    )
+    copies = [] if dtype == torch.float32 else [p.to(dtype) for p in params]
+    grads = [_randn(s, dtype, device, 30 + i) for i, s in enumerate(shapes)]
+    step, norm = torch.tensor([4], device=device), torch.tensor(grad_norm, device=device)
+    found_inf = torch.zeros(1, device=device)
+    return params, grads, exp_avgs, [v.abs() for v in exp_avg_sqs], copies, step, norm, found_inf, *settings
+
+
 # ---- the cases ----
 
 
@@ -169,7 +184,15 @@ def _dropout_cases() -> list[OpCase]:
     return cases
 
 
-CASES = [*_gelu_cases(), *_layer_norm_cases(), *_dropout_cases()]
+def _lamb_cases() -> list[OpCase]:
+    # lr, beta1, beta2, eps, weight_decay, max_grad_norm, use_trust_ratio, bias_correction
+    with_ratio = (0.01, 0.9, 0.999, 1e-6, 0.01, 1.0, True, True)
+    without = (0.01, 0.9, 0.999, 1e-6, 0.0, 0.0, False, False)
+    variants = {"clipped": (7.0, with_ratio), "plain": (0.5, without), "overflow": (float("inf"), with_ratio)}
+    return [OpCase("lamb_step_", name, partial(_lamb, *arguments)) for name, arguments in variants.items()]
+
+
+CASES = [*_gelu_cases(), *_layer_norm_cases(), *_dropout_cases(), *_lamb_cases()]
 
 
 # ---- running and comparing ----
@@ -216,10 +239,13 @@ def flat(values: Any) -> list[Any]:
     return [values]
 
 
+def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The arguments with `function` of each tensor in its place."""
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(function, item) for item in value)
+    return function(value) if isinstance(value, Tensor) else value
+
+
 def moved(value: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
     """The arguments with their floating tensors in `dtype` and all tensors on `device`."""
-    if isinstance(value, list | tuple):
-        return type(value)(moved(item, dtype=dtype, device=device) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    return mapped(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), value)

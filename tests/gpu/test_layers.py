@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tempo
-from tests.gpu.op_cases import CASES, OpCase, moved, ops, run
+from tests.gpu.op_cases import CASES, OpCase, flat, mapped, moved, ops, run
 from tests.three_way import assert_three_way
 
 pytestmark = pytest.mark.gpu
@@ -192,15 +192,15 @@ def test_kernels_run_on_the_current_stream(case: OpCase, cuda: torch.device) -> 
     """The stream first sleeps and then writes the inputs: a kernel on another stream would read what was there before."""
     arguments = case.make((64, 256), torch.bfloat16, cuda)
     expected = run(case.op, arguments)
-    stale = [torch.zeros_like(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in arguments]
+    stale = mapped(lambda t: torch.zeros_like(t) if t.is_floating_point() else t, arguments)
     stream = torch.cuda.Stream(cuda)
     stream.wait_stream(torch.cuda.current_stream(cuda))
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
-        for old, new in zip(stale, arguments, strict=True):
-            if isinstance(old, Tensor) and old.is_floating_point():
+        for old, new in zip(flat(stale), flat(arguments), strict=True):
+            if isinstance(old, Tensor):
                 old.copy_(new)
-        found = run(case.op, tuple(stale))
+        found = run(case.op, stale)
     stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
