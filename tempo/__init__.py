@@ -11,6 +11,7 @@ from tempo.dropout_add_layer_norm import DropoutAddLayerNorm, dropout_add_layer_
 from tempo.gelu import InplaceGelu, gelu
 from tempo.layer_norm import InplaceLayerNorm, layer_norm
 from tempo.linear import Linear, linear
+from tempo.mlp import MLP, mlp
 from tempo.philox import keep_mask, make_rng
 from tempo.saved_bytes import SavedBytes, SavedItem, saved_bytes
 
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 kernels._report_at_import()
 
 __all__ = [
+    "MLP",
     "Combined",
     "DropoutAddLayerNorm",
     "InplaceGelu",
@@ -36,5 +38,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "make_rng",
+    "mlp",
     "saved_bytes",
 ]

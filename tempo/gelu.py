@@ -192,6 +192,21 @@ def _backward(grad: Tensor, y: Tensor, side: Tensor, approximate: str, side_bits
     return (grad * _derivative(y, side, approximate, side_bits)).to(grad.dtype)
 
 
+def _recompute_backward(grad: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """(dx, y) from x itself: exact, for layers that keep their input."""
+    wide = x.to(torch.float32 if x.element_size() == 2 else torch.float64)
+    derivative = _derivative_at_x(wide, approximate)
+    # Far out, 0 times infinity must not appear.
+    derivative = torch.where(wide.abs() > 40.0, (wide > 0).to(wide.dtype), derivative)
+    return (grad * derivative).to(grad.dtype), _forward(x, approximate, 1)[0]
+
+
+def _recompute_backward_inplace(grad: Tensor, x: Tensor, approximate: str) -> None:
+    dx, y = _recompute_backward(grad, x, approximate)
+    grad.copy_(dx)
+    x.copy_(y)
+
+
 def _side_bytes(x: Tensor, side_bits: int) -> Any:
     return (x.numel() * side_bits + 7) // 8
 
@@ -210,6 +225,16 @@ define(
     "gelu_backward(Tensor grad, Tensor y, Tensor side, str approximate, int side_bits) -> Tensor",
     _backward,
     lambda grad, y, side, approximate, side_bits: torch.empty_like(grad),
+)
+define(
+    "gelu_recompute_backward(Tensor grad, Tensor x, str approximate) -> (Tensor, Tensor)",
+    _recompute_backward,
+    lambda grad, x, approximate: (torch.empty_like(grad), torch.empty_like(x)),
+)
+define(
+    "gelu_recompute_backward_(Tensor(a!) grad, Tensor(b!) x, str approximate) -> ()",
+    _recompute_backward_inplace,
+    lambda grad, x, approximate: None,
 )
 
 

@@ -9,6 +9,8 @@ Forward. GELU(x) = x - h(x) for x >= 0 and -h(-x) for x < 0, both for the erf an
 fitted on [0, 3) in pieces of 3/8. Pieces 1 and 2 are expanded about the minimum, where h is flat: what is added to the
 leading constant is then small, and the sum is right to about half a unit in the last place, which the backward pass needs.
 
+Derivative from the input, for the MLP that keeps it: GELU'(-a) on the same pieces, and GELU'(a) = 1 - GELU'(-a).
+
 Backward. GELU' as a function of t = sqrt(y - y_min). Right of the minimum: GELU' = t P(t) in pieces of 1/2. Left of it
 GELU' = t P(t) for t < 0.28, else y P(q) with q = sqrt(log2(y_min / y)), as in tempo/gelu.py.
 """
@@ -104,6 +106,16 @@ def fit_forward(gelu: Function, a_min: float) -> dict[str, list[float]]:
     return table
 
 
+def fit_derivative(derivative: Function, centers: list[float]) -> list[list[float]]:
+    """Coefficients, by power and piece, of GELU'(-a) about the centers of the forward pieces."""
+    pieces = []
+    for piece, center in enumerate(centers):
+        points = nodes(piece * FORWARD_WIDTH, (piece + 1) * FORWARD_WIDTH)
+        u = [a - mp.mpf(center) for a in points]
+        pieces.append(least_squares(u, [derivative(-a) for a in points], [mp.mpf(1)] * len(u), DEGREE))
+    return [[float(coefficients[k]) for coefficients in pieces] for k in range(DEGREE + 1)]
+
+
 def fit_backward(gelu: Function, derivative: Function, x_min: mp.mpf) -> dict[str, list[float]]:
     """Tables for GELU' = factor * P(v - center): pieces 0..4 right of the minimum, 5 left near it, 6 and 7 left far from it."""
     y_min = gelu(x_min)
@@ -170,6 +182,7 @@ def header() -> str:
         "  float x_min, y_min_high, y_min_low, log2_depth;",
         f"  float forward_center[{NUM_PIECES}], forward_constant[{NUM_PIECES}], forward_constant_low[{NUM_PIECES}];",
         f"  float forward_c[{DEGREE}][{NUM_PIECES}];  // powers 1 to {DEGREE}",
+        f"  float derivative_c[{DEGREE + 1}][{NUM_PIECES}];",
         f"  float backward_center[{NUM_PIECES}], backward_c[{DEGREE + 1}][{NUM_PIECES}];",
         "};",
         "",
@@ -187,6 +200,8 @@ def header() -> str:
         lines += ["    {" + ", ".join(literal(v) for v in row) + "}," for row in rows]
         lines.append("    {")
         lines += ["        {" + ", ".join(literal(v) for v in forward[f"c{k}"]) + "}," for k in range(1, DEGREE + 1)]
+        lines += ["    },", "    {"]
+        lines += ["        {" + ", ".join(literal(v) for v in row) + "}," for row in fit_derivative(derivative, forward["center"])]
         lines.append("    },")
         lines.append("    {" + ", ".join(literal(v) for v in backward["center"]) + "},")
         lines.append("    {")

@@ -18,7 +18,10 @@ TEMPO_CPU_KERNELS(
     // y may be x.
     void gelu_forward(int dtype, const void* x, void* y, uint8_t* side, const GeluForm& form, int64_t begin, int64_t end);
     void gelu_backward(int dtype, const void* grad, const void* y, const uint8_t* side, void* dx, const GeluForm& form,
-                       int64_t begin, int64_t end);)
+                       int64_t begin, int64_t end);
+    // From the input: dx may be grad, y may be x.
+    void gelu_recompute_backward(int dtype, const void* grad, const void* x, void* dx, void* y, bool tanh_form, int64_t begin,
+                                 int64_t end);)
 
 namespace tempo {
 namespace cuda {

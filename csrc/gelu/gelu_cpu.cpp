@@ -23,28 +23,49 @@ TEMPO_INLINE vfloat polynomial(const float (&c)[N][8], vint piece, vfloat x) {
   return result;
 }
 
-// h(a) = -GELU(-a) for a >= 3.
-template <bool kTanh>
-__attribute__((noinline)) vfloat forward_tail(vfloat a) {
+// What lies on the left of 0: h(a) = -GELU(-a), and its derivative, which is GELU'(-a).
+struct Left {
+  vfloat h, slope;
+};
+
+// For a >= 3.
+template <bool kTanh, bool kSlope>
+__attribute__((noinline)) Left left_tail(vfloat a) {
+  Left result = {};
   if (kTanh) {
     vfloat b = min_of(a, splat(20.0f));  // GELU(-20) is 0, and infinity times 0 must not appear
     vfloat e = exponential(b * (-1.5957691216f) - b * b * b * 0.0713548163f);
-    vfloat h = b * e / (1.0f + e);
-    return a == a ? h : a;
+    vfloat s = 1.0f / (1.0f + e);
+    result.h = a == a ? b * e * s : a;
+    if (kSlope) result.slope = e * s * (1.0f - b * s * (1.5957691216f + b * b * (3.0f * 0.0713548163f)));
+    return result;
   }
-  vfloat square = a * a;
-  return exponential(square * -0.5f) * polynomial(kErfTail, 1.0f / square);
+  vfloat b = min_of(a, splat(40.0f)), square = b * b, gauss = exponential(square * -0.5f);
+  result.h = a == a ? gauss * polynomial(kErfTail, 1.0f / square) : a;
+  if (kSlope) result.slope = result.h / b - b * gauss * 0.39894228f;
+  return result;
+}
+
+template <bool kTanh, bool kSlope>
+TEMPO_INLINE Left left_of(vfloat a, const GeluTables& tables) {
+  vint piece = truncate(a * (1.0f / kForwardWidth)) & 7;
+  vfloat u = a - lookup(tables.forward_center, piece);
+  Left result = {};
+  vfloat h = polynomial(tables.forward_c, piece, u) * u + lookup(tables.forward_constant_low, piece);
+  result.h = lookup(tables.forward_constant, piece) + h;
+  if (kSlope) result.slope = polynomial(tables.derivative_c, piece, u);
+  vint in_tail = ~(a < 8.0f * kForwardWidth);  // NaN too
+  if (__builtin_expect(bits_of(in_tail) != 0, 0)) {
+    Left tail = left_tail<kTanh, kSlope>(a);
+    result.h = in_tail ? tail.h : result.h;
+    if (kSlope) result.slope = in_tail ? tail.slope : result.slope;
+  }
+  return result;
 }
 
 template <bool kTanh>
 TEMPO_INLINE vfloat forward(vfloat x, const GeluTables& tables) {
-  vfloat a = absolute(x);
-  vint piece = truncate(a * (1.0f / kForwardWidth)) & 7;
-  vfloat u = a - lookup(tables.forward_center, piece);
-  vfloat h = polynomial(tables.forward_c, piece, u) * u + lookup(tables.forward_constant_low, piece);
-  h = lookup(tables.forward_constant, piece) + h;
-  vint in_tail = ~(a < 8.0f * kForwardWidth);  // NaN too
-  if (__builtin_expect(bits_of(in_tail) != 0, 0)) h = in_tail ? forward_tail<kTanh>(a) : h;
+  vfloat h = left_of<kTanh, false>(absolute(x), tables).h;
   vint negative = (vint)x < 0;
   return negative ? -h : x - h;
 }
@@ -214,6 +235,21 @@ void backward_range(const T* grad, const T* y, const uint8_t* side, T* dx, const
   }
 }
 
+// dx over grad, y over x, or elsewhere.
+template <class T, bool kTanh>
+void recompute_range(const T* grad, const T* x, T* dx, T* y, int64_t begin, int64_t end) {
+  const GeluTables& tables = kTanh ? kTanhTables : kErfTables;
+  in_vectors(end - begin, [&](int64_t i, auto part) {
+    vfloat input = load(x + begin + i, part), g = load(grad + begin + i, part);
+    Left left = left_of<kTanh, true>(absolute(input), tables);
+    vint negative = (vint)input < 0;
+    vfloat derivative = negative ? left.slope : 1.0f - left.slope;
+    derivative = input == input ? derivative : input;
+    store(dx + begin + i, g * derivative, part);
+    store(y + begin + i, negative ? -left.h : input - left.h, part);
+  });
+}
+
 template <class T>
 void forward_of(const T* x, T* y, uint8_t* side, const GeluForm& form, int64_t begin, int64_t end) {
   if (form.tanh_form) {
@@ -252,6 +288,17 @@ void gelu_backward(int dtype, const void* grad, const void* y, const uint8_t* si
     backward_of((const float*)grad, (const float*)y, side, (float*)dx, form, begin, end);
   else
     backward_of((const bfloat16*)grad, (const bfloat16*)y, side, (bfloat16*)dx, form, begin, end);
+}
+
+void gelu_recompute_backward(int dtype, const void* grad, const void* x, void* dx, void* y, bool tanh_form, int64_t begin,
+                             int64_t end) {
+  if (dtype == kFloat) {
+    auto* range = tanh_form ? &recompute_range<float, true> : &recompute_range<float, false>;
+    range((const float*)grad, (const float*)x, (float*)dx, (float*)y, begin, end);
+  } else {
+    auto* range = tanh_form ? &recompute_range<bfloat16, true> : &recompute_range<bfloat16, false>;
+    range((const bfloat16*)grad, (const bfloat16*)x, (bfloat16*)dx, (bfloat16*)y, begin, end);
+  }
 }
 
 }  // namespace TEMPO_ISA

@@ -27,6 +27,15 @@ struct Cpu : CpuDevice {
       TEMPO_CPU(gelu_backward)(dtype, grad_data, y_data, bits, dx_data, form, begin, end);
     });
   }
+
+  static void gelu_recompute_backward(const Tensor& grad, const Tensor& x, Tensor& dx, Tensor& y, bool tanh_form) {
+    const int dtype = kernel_dtype(x.scalar_type());
+    const void *grad_data = grad.const_data_ptr(), *x_data = x.const_data_ptr();
+    void *dx_data = dx.mutable_data_ptr(), *y_data = y.mutable_data_ptr();
+    parallel_over_elements(x.numel(), tempo::kGeluTile, [&](int64_t begin, int64_t end) {
+      TEMPO_CPU(gelu_recompute_backward)(dtype, grad_data, x_data, dx_data, y_data, tanh_form, begin, end);
+    });
+  }
 };
 
 struct Cuda : CudaDevice {
@@ -43,6 +52,14 @@ struct Cuda : CudaDevice {
                                             static_cast<const uint8_t*>(side.const_data_ptr()), dx.mutable_data_ptr(), form,
                                             grad.numel(), launch.stream()),
                  "gelu_backward");
+  }
+
+  static void gelu_recompute_backward(const Tensor& grad, const Tensor& x, Tensor& dx, Tensor& y, bool tanh_form) {
+    const Launch launch(x);
+    launch.check(tempo::cuda::gelu_recompute_backward(kernel_dtype(x.scalar_type()), grad.const_data_ptr(), x.const_data_ptr(),
+                                                      dx.mutable_data_ptr(), y.mutable_data_ptr(), tanh_form, x.numel(),
+                                                      launch.stream()),
+                 "gelu_recompute_backward");
   }
 };
 
@@ -108,15 +125,49 @@ Tensor backward(Tensor grad, Tensor y, Tensor side, std::string approximate, int
   return with_layout_of(grad, dx);
 }
 
+// ---- backward from the input, which also gives the output again ----
+
+template <class Device>
+bool takes_recompute(const StableIValue* stack) {
+  Argument grad(stack[0]), x(stack[1]);
+  return is_plain<Device>(grad) && grad.same_dtype(x) && grad.numel() == x.numel();
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> recompute_backward(Tensor grad, Tensor x, std::string approximate) {
+  const Tensor dy = dense(grad), input = dense(x);
+  Tensor dx = torch::stable::empty_like(dy), y = torch::stable::empty_like(input);
+  Device::gelu_recompute_backward(dy, input, dx, y, gelu_form(approximate, 1).tanh_form);
+  return {with_layout_of(grad, dx), with_layout_of(x, y)};
+}
+
+template <class Device>
+bool takes_recompute_inplace(const StableIValue* stack) {
+  return takes_recompute<Device>(stack) && Argument(stack[0]).is_contiguous() && Argument(stack[1]).is_contiguous();
+}
+
+template <class Device>
+void recompute_backward_inplace(Tensor grad, Tensor x, std::string approximate) {
+  Device::gelu_recompute_backward(grad, x, grad, x, gelu_form(approximate, 1).tanh_form);
+  count_as_written(grad);
+  count_as_written(x);
+}
+
 constexpr char kForward[] = "tempo::reference_gelu_forward";
 constexpr char kForwardInplace[] = "tempo::reference_gelu_forward_";
 constexpr char kBackward[] = "tempo::reference_gelu_backward";
+constexpr char kRecompute[] = "tempo::reference_gelu_recompute_backward";
+constexpr char kRecomputeInplace[] = "tempo::reference_gelu_recompute_backward_";
 
 template <class Device, class Library>
 void register_ops(Library& m) {
   m.impl("gelu_forward", &kernel_or_reference<kForward, takes_forward<Device>, TORCH_BOX(&forward<Device>)>);
   m.impl("gelu_forward_", &kernel_or_reference<kForwardInplace, takes_forward<Device>, TORCH_BOX(&forward_inplace<Device>)>);
   m.impl("gelu_backward", &kernel_or_reference<kBackward, takes_backward<Device>, TORCH_BOX(&backward<Device>)>);
+  m.impl("gelu_recompute_backward",
+         &kernel_or_reference<kRecompute, takes_recompute<Device>, TORCH_BOX(&recompute_backward<Device>)>);
+  m.impl("gelu_recompute_backward_", &kernel_or_reference<kRecomputeInplace, takes_recompute_inplace<Device>,
+                                                          TORCH_BOX(&recompute_backward_inplace<Device>)>);
 }
 
 }  // namespace
