@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 _MIN_FLUSH_BYTES = 1 << 28
-# About a millisecond at 2 GHz: longer than the host takes to enqueue any of the timed calls.
-_SLEEP_CYCLES = 2_000_000
+# About two milliseconds at 2 GHz: longer than the host takes to enqueue any of the timed calls.
+_SLEEP_CYCLES = 4_000_000
 _WARM_UP_ROUNDS = 3
 _COPY_BYTES = 1 << 30
 

@@ -146,14 +146,14 @@ def test_the_gpu_gives_what_the_cpu_gives(layer: Layer, dtype: torch.dtype, devi
         torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance * scale)
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @each_layer
 def test_compiled_equals_eager(layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
     torch.compiler.reset()
     tensors = inputs(dtype, device)
     eager, compiled = (forward_backward(f, tensors) for f in (layer, torch.compile(layer, fullgraph=True)))
     # Compiled code keeps more digits between fused 16-bit operations.
-    tolerance = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     for a, b in zip(compiled, eager, strict=True):
         scale = max(1.0, b.abs().max().item())
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * scale)
