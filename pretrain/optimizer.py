@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tempo
+
 NAMES = ("lamb", "adamw")
 
 
@@ -21,18 +23,12 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 class Lamb(torch.optim.Optimizer):
-    """Layer-wise adaptive moments.
+    """Layer-wise adaptive moments: the formulas stand in tempo/lamb.py, where the step itself is.
 
-    With g the gradient, G the global norm over all groups, and t counting steps from 1:
-
-        g <- g / max(1, G / max_grad_norm)
-        m <- b1 m + (1 - b1) g           m_hat = m / (1 - b1^t)
-        v <- b2 v + (1 - b2) g^2         v_hat = v / (1 - b2^t)
-        u = m_hat / (sqrt(v_hat) + eps) + weight_decay * w
-        w <- w - lr * r * u              r = |w| / |u|, 1 where either norm is 0
-
-    r is used where weight_decay is not 0, everywhere with `nvlamb`. Computed by `torch._foreach_*` over all tensors of a
-    group; no host synchronisation.
+    The trust ratio r is used where weight_decay is not 0, everywhere with `nvlamb`. A step whose gradients are not finite
+    changes nothing, and the host does not wait to find out: `param_groups[i]["step"]`, the number of applied steps, is a tensor
+    on the parameters' device once a step was made (an int before that and in `state_dict()`). `GradScaler.step` leaves
+    unscaling and skipping to the optimizer.
 
     Args:
         params: parameters or groups; 16-bit parameters work, moments are float32 all the same.
@@ -44,6 +40,9 @@ class Lamb(torch.optim.Optimizer):
         nvlamb: use the trust ratio for parameters without decay too.
         bias_correction: divide the moments by 1 - beta^t.
     """
+
+    # GradScaler then sets `grad_scale` (None where it has unscaled already) and `found_inf`, which exist during `step` only.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -66,6 +65,13 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.max_grad_norm, self.nvlamb, self.bias_correction = max_grad_norm, nvlamb, bias_correction
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return moments, settings and the number of applied steps as an int, for which the host waits for the device."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["step"] = int(group["step"])
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; the moments stay float32.
 
@@ -81,11 +87,11 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None, *, grad_norm: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient; nothing at all where the norm is not finite.
 
         Args:
             closure: runs forward and backward again and returns the loss.
-            grad_norm: the global gradient norm where the caller has it already.
+            grad_norm: the global norm of the gradients as they are now, where the caller has it already.
 
         Raises:
             ValueError: a sparse gradient; nothing was changed.
@@ -99,13 +105,14 @@ class Lamb(torch.optim.Optimizer):
             raise ValueError("Lamb takes dense gradients; make embeddings with sparse=False")
         if grad_norm is None:
             grad_norm = global_grad_norm(parameters)
-        # A tensor, so that the host need not know it.
-        clip = (grad_norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm else torch.ones_like(grad_norm)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if grad_scale is not None:
+            # In place, as `GradScaler.unscale_` does.
+            for gradient in (p.grad for p in parameters if p.grad is not None):
+                gradient.div_(grad_scale.to(gradient.device))
+            grad_norm = grad_norm / grad_scale.to(grad_norm.device)
         for group in self.param_groups:
-            group["step"] += 1
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._update_group(group, parameters, clip)
+            self._update_group(group, grad_norm, found_inf)
         return loss
 
     def _moments(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
@@ -115,37 +122,29 @@ class Lamb(torch.optim.Optimizer):
                 self.state[p]["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
         return [self.state[p]["exp_avg"] for p in parameters], [self.state[p]["exp_avg_sq"] for p in parameters]
 
-    def _update_group(self, group: dict[str, Any], parameters: list[nn.Parameter], clip: Tensor) -> None:
-        beta_1, beta_2 = group["betas"]
-        exp_avg, exp_avg_sq = self._moments(parameters)
-        weights = [p.float() for p in parameters]  # the parameters themselves where they are float32
-        gradients = torch._foreach_div([p.grad.float() for p in parameters], clip)  # type: ignore[union-attr]
-
-        torch._foreach_lerp_(exp_avg, gradients, 1.0 - beta_1)
-        torch._foreach_mul_(exp_avg_sq, beta_2)
-        torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1.0 - beta_2)
-
-        # u = m_hat / (sqrt(v_hat) + eps) + wd w
-        correction_1, correction_2 = (1.0 - beta ** group["step"] if self.bias_correction else 1.0 for beta in group["betas"])
-        denominator = torch._foreach_div(exp_avg_sq, correction_2)
-        torch._foreach_sqrt_(denominator)
-        torch._foreach_add_(denominator, group["eps"])
-        update = torch._foreach_div(exp_avg, correction_1)
-        torch._foreach_div_(update, denominator)
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(update, weights, alpha=group["weight_decay"])
-        if group["weight_decay"] != 0 or self.nvlamb:
-            torch._foreach_mul_(update, self._trust_ratios(weights, list(update)))
-        torch._foreach_add_(weights, update, alpha=-group["lr"])
-        if any(p.dtype != torch.float32 for p in parameters):
-            torch._foreach_copy_(list[Tensor](parameters), weights)
-
-    @staticmethod
-    def _trust_ratios(weights: list[Tensor], update: list[Tensor]) -> list[Tensor]:
-        weight_norms = torch.stack(torch._foreach_norm(weights))
-        update_norms = torch.stack(torch._foreach_norm(update))
-        usable = (weight_norms > 0) & (update_norms > 0)
-        return list(torch.where(usable, weight_norms / update_norms, torch.ones_like(weight_norms)).unbind())
+    def _update_group(self, group: dict[str, Any], grad_norm: Tensor, found_inf: Tensor | None) -> None:
+        if not group["params"]:
+            return
+        device = group["params"][0].device
+        if not isinstance(group["step"], Tensor) or group["step"].device != device:
+            group["step"] = torch.tensor(int(group["step"]), device=device)
+        parameters = [p for p in group["params"] if p.grad is not None]
+        tempo.lamb_step_(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            *self._moments(parameters),
+            group["step"],
+            grad_norm.to(device),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            max_grad_norm=self.max_grad_norm or 0.0,
+            use_trust_ratio=group["weight_decay"] != 0 or self.nvlamb,
+            bias_correction=self.bias_correction,
+            found_inf=None if found_inf is None else found_inf.to(device),
+        )
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

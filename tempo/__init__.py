@@ -9,6 +9,7 @@ from tempo.attention import Combined, attention
 from tempo.dropout import SampleCounter, dropout
 from tempo.dropout_add_layer_norm import DropoutAddLayerNorm, dropout_add_layer_norm
 from tempo.gelu import InplaceGelu, gelu
+from tempo.lamb import lamb_step_
 from tempo.layer_norm import InplaceLayerNorm, layer_norm
 from tempo.linear import Linear, linear
 from tempo.mlp import MLP, mlp
@@ -35,6 +36,7 @@ __all__ = [
     "gelu",
     "keep_mask",
     "kernels",
+    "lamb_step_",
     "layer_norm",
     "linear",
     "make_rng",

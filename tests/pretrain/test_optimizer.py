@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.bert import BertForPreTraining
 from models.config import BertConfig
@@ -249,14 +249,14 @@ def test_a_grad_scaler_skips_a_step_with_infinite_gradients_whole() -> None:
         moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
         scaler.step(optimizer, grad_norm=global_grad_norm(decayed + undecayed))
         scaler.update()
-        counts.append(optimizer.param_groups[0]["step"])
+        counts.append(int(optimizer.param_groups[0]["step"]))
         if math.isinf(value):
             assert all(torch.equal(a, b) for a, b in zip(before, decayed + undecayed, strict=True))
             assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, optimizer.state.values(), strict=True))
     assert counts == [1, 1, 2]
 
 
-def test_the_number_of_foreach_calls_does_not_grow_with_the_number_of_parameters() -> None:
+def test_the_number_of_operations_does_not_grow_with_the_number_of_parameters() -> None:
     def calls(num_parameters: int) -> int:
         parameters = [nn.Parameter(torch.ones(3)) for _ in range(num_parameters)]
         optimizer = Lamb(parameters, lr=0.1)
@@ -267,14 +267,14 @@ def test_the_number_of_foreach_calls_does_not_grow_with_the_number_of_parameters
             optimizer.step(grad_norm=torch.tensor(1.0))
         return count.calls
 
-    assert calls(40) == calls(2) > 5
+    assert calls(40) == calls(2) > 0
 
 
-class CountCalls(TorchFunctionMode):
+class CountCalls(TorchDispatchMode):
     calls = 0
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.calls += getattr(function, "__name__", "").startswith("_foreach")
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls += 1
         return function(*args, **(kwargs or {}))
 
 
