@@ -36,6 +36,7 @@ LAYERS: dict[str, Layer] = {
     "layer_norm": lambda x, weight, bias, rng: tempo.layer_norm(x, weight, bias),
     "dropout": lambda x, weight, bias, rng: tempo.dropout(x * weight, 0.1, rng, 0),
     "attention": lambda x, weight, bias, rng: attend(x * weight, rng),
+    "mlp": lambda x, weight, bias, rng: tempo.mlp(x, torch.outer(weight, bias), bias, torch.outer(bias, weight), 2.0 * bias),
     "chain": lambda x, weight, bias, rng: tempo.dropout_add_layer_norm(x, 2.0 * bias, 0.5 * x, weight, bias, 0.1, rng, 2),
 }
 each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
