@@ -107,6 +107,13 @@ void parallel_over_rows(int64_t rows, int64_t columns, const F& f) {
   torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kElementsPerThread / columns), f);
 }
 
+// A CPU's output of this many bytes is streamed past the caches: the next operation would not find it there.
+constexpr int64_t kStreamedBytes = 8 << 20;
+
+inline bool worth_streaming(const Tensor& t) {
+  return t.numel() * (t.scalar_type() == ScalarType::Float ? 4 : 2) >= kStreamedBytes;
+}
+
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 // Like empty_like: the strides of `like`. `result` is contiguous.

@@ -224,6 +224,43 @@ TEMPO_INLINE void store(bfloat16* p, vfloat v, First part) {
   memcpy(p, &bits, sizeof(bfloat16) * (size_t)part.count);
 }
 
+// Stores past the caches, to an address that is a multiple of the vector's size: what is stored is not read from memory first.
+// finish_streaming() must follow before another thread may read it.
+TEMPO_INLINE void stream(float* p, vfloat v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(TEMPO_SSE2)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v, Whole{});
+#endif
+}
+TEMPO_INLINE void stream(bfloat16* p, vfloat v) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256((__m256i*)p, (__m256i)narrow(v));
+#elif defined(__AVX2__)
+  _mm_stream_si128((__m128i*)p, (__m128i)narrow(v));
+#elif defined(TEMPO_SSE2)
+  long long bits;
+  vhalf halves = narrow(v);
+  memcpy(&bits, &halves, sizeof bits);
+  _mm_stream_si64((long long*)p, bits);
+#else
+  store(p, v, Whole{});
+#endif
+}
+TEMPO_INLINE void finish_streaming() {
+#if defined(TEMPO_SSE2)
+  _mm_sfence();
+#endif
+}
+
+// 0 in the lanes beyond `part`.
+TEMPO_INLINE vfloat only(vfloat v, Whole) { return v; }
+TEMPO_INLINE vfloat only(vfloat v, First part) { return lane_numbers() < part.count ? v : vfloat{}; }
+
 TEMPO_INLINE float get(const float* p) { return *p; }
 TEMPO_INLINE float get(const bfloat16* p) {
   uint32_t bits = (uint32_t)p->bits << 16;

@@ -4,6 +4,31 @@
 #include "layer_norm/layer_norm.h"
 
 namespace tempo {
+
+// What is normalised, on the CPU: x_bias is padded and aligned as gamma is.
+struct DropoutAddInput {
+  const void *x, *residual;
+  const float* x_bias;
+  DropoutDraw draw;
+};
+
+// dx is not written where draw.threshold is 0: it is dresidual. The three sums are added to, float [padded columns].
+struct DropoutAddGradient {
+  DropoutDraw draw;
+  void *dx, *dresidual;
+  float *dx_bias, *dgamma, *dbeta;
+};
+
+}  // namespace tempo
+
+// Scratch: row and x_hat float [padded columns], words [columns + kRowPadding].
+TEMPO_CPU_KERNELS(
+    void dropout_add_layer_norm_forward(int dtype, const DropoutAddInput& in, const LayerNormOutput& out, float* row,
+                                        uint32_t* words, int64_t begin, int64_t end);
+    void dropout_add_layer_norm_backward(int dtype, const LayerNormGradient& in, const DropoutAddGradient& out, float* x_hat,
+                                         uint32_t* words, int64_t begin, int64_t end);)
+
+namespace tempo {
 namespace cuda {
 
 // draw.threshold 0 drops nothing.

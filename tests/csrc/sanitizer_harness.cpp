@@ -3,11 +3,13 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "attention/softmax_dropout.h"
 #include "dropout/dropout.h"
+#include "dropout_add_layer_norm/dropout_add_layer_norm.h"
 #include "gelu/gelu.h"
 #include "layer_norm/layer_norm.h"
 
@@ -15,12 +17,18 @@ namespace {
 
 double checksum = 0.0;
 
+void* aligned_to_64(int64_t num_bytes) {
+  void* p = nullptr;
+  if (posix_memalign(&p, 64, num_bytes) != 0) std::abort();
+  return std::memset(p, 0, num_bytes);
+}
+
 // An array on the heap of exactly `count` elements: the sanitizer guards both ends.
 template <class T>
 struct Exact {
-  std::unique_ptr<T[]> data;
+  std::unique_ptr<T[], void (*)(void*)> data;
   int64_t count;
-  explicit Exact(int64_t n) : data(new T[n]()), count(n) {}
+  explicit Exact(int64_t n) : data(static_cast<T*>(aligned_to_64(n * (int64_t)sizeof(T))), std::free), count(n) {}
   T* get() { return data.get(); }
 };
 
@@ -80,20 +88,57 @@ void run_gelu(int dtype, int64_t n) {
     }
 }
 
-void run_layer_norm(int dtype, int64_t columns) {
-  const int64_t rows = 3, num_exact = columns < 4 ? columns : 4;
-  const int64_t padded = (columns + tempo::kColumnPadding - 1) / tempo::kColumnPadding * tempo::kColumnPadding;
-  Values x(dtype, rows * columns, 0), y(dtype, rows * columns, 0), exact(dtype, rows * num_exact, 0), grad(dtype, rows * columns, 2);
-  Exact<float> gamma(padded), inverse(padded), beta(padded), rstd(rows), dgamma(padded), dbeta(padded);
-  Exact<int64_t> columns_kept(num_exact);
-  for (int64_t i = 0; i < columns; ++i) gamma.get()[i] = 0.5f + (float)(i % 5), inverse.get()[i] = 1.0f / gamma.get()[i];
-  for (int64_t k = 0; k < num_exact; ++k) columns_kept.get()[k] = columns - num_exact + k, inverse.get()[columns - num_exact + k] = 0.0f;
-  const tempo::LayerNormShape shape{columns, num_exact, columns_kept.get()};
-  TEMPO_CPU(layer_norm_forward)(dtype, x.get(), gamma.get(), beta.get(), 1e-12f, y.get(), rstd.get(), exact.get(), shape, 0, rows);
-  TEMPO_CPU(layer_norm_backward)(dtype, grad.get(), y.get(), rstd.get(), gamma.get(), inverse.get(), beta.get(), exact.get(),
-                                    x.get(), dgamma.get(), dbeta.get(), shape, 0, rows);
-  y.add_to_checksum();
+struct NormArrays {
+  static constexpr int64_t kRows = 3;
+  const int64_t columns, num_exact, padded;
+  Values y, exact, grad;
+  Exact<float> gamma, inverse, beta, rstd, row, sums;
+  Exact<int64_t> columns_kept;
+
+  NormArrays(int dtype, int64_t num_columns)
+      : columns(num_columns), num_exact(columns < 4 ? columns : 4),
+        padded((columns + tempo::kColumnPadding - 1) / tempo::kColumnPadding * tempo::kColumnPadding), y(dtype, kRows * columns, 0),
+        exact(dtype, kRows * num_exact, 0), grad(dtype, kRows * columns, 2), gamma(padded), inverse(padded), beta(padded),
+        rstd(kRows), row(padded), sums(3 * padded), columns_kept(num_exact) {
+    for (int64_t i = 0; i < columns; ++i) gamma.get()[i] = 0.5f + (float)(i % 5), inverse.get()[i] = 1.0f / gamma.get()[i];
+    for (int64_t k = 0; k < num_exact; ++k) {
+      columns_kept.get()[k] = columns - num_exact + k;
+      inverse.get()[columns - num_exact + k] = 0.0f;
+    }
+  }
+  tempo::LayerNormShape shape() { return {columns, num_exact, columns_kept.get()}; }
+  tempo::LayerNormOutput output(bool streaming) {
+    return {gamma.get(), beta.get(), 1e-12f, y.get(), rstd.get(), exact.get(), shape(), streaming};
+  }
+  tempo::LayerNormGradient gradient(bool streaming) {
+    return {grad.get(), y.get(), rstd.get(), gamma.get(), beta.get(), inverse.get(), exact.get(), shape(), streaming};
+  }
+  float* sum(int which) { return sums.get() + which * padded; }
+};
+
+void run_layer_norm(int dtype, int64_t columns, bool streaming) {
+  NormArrays a(dtype, columns);
+  Values x(dtype, a.kRows * columns, 0);
+  TEMPO_CPU(layer_norm_forward)(dtype, x.get(), a.output(streaming), 0, a.kRows);
+  TEMPO_CPU(layer_norm_backward)(dtype, a.gradient(streaming), x.get(), a.sum(0), a.sum(1), a.row.get(), 0, a.kRows);
+  a.y.add_to_checksum();
   x.add_to_checksum();
+}
+
+void run_dropout_add_layer_norm(int dtype, int64_t columns, bool streaming) {
+  for (double p : {0.0, 0.1, 1.0}) {
+    NormArrays a(dtype, columns);
+    Values x(dtype, a.kRows * columns, 0), residual(dtype, a.kRows * columns, 3), dx(dtype, a.kRows * columns, 0);
+    Exact<float> x_bias(a.padded);
+    Exact<uint32_t> words(columns + tempo::kRowPadding);
+    TEMPO_CPU(dropout_add_layer_norm_forward)(dtype, {x.get(), residual.get(), x_bias.get(), draw(p)}, a.output(streaming),
+                                              a.row.get(), words.get(), 0, a.kRows);
+    const tempo::DropoutAddGradient out{draw(p), p == 0.0 ? nullptr : dx.get(), residual.get(), a.sum(2), a.sum(0), a.sum(1)};
+    TEMPO_CPU(dropout_add_layer_norm_backward)(dtype, a.gradient(streaming), out, a.row.get(), words.get(), 0, a.kRows);
+    a.y.add_to_checksum();
+    residual.add_to_checksum();
+    dx.add_to_checksum();
+  }
 }
 
 void run_softmax(int dtype, int64_t keys) {
@@ -126,7 +171,10 @@ int main() {
     for (int64_t size : {1, 2, 7, 15, 16, 17, 33, 127, 1023, 1024, 1025, 1500, 4097}) {
       run_dropout(dtype, size);
       run_gelu(dtype, size);
-      run_layer_norm(dtype, size);
+      for (bool streaming : {false, true}) {
+        run_layer_norm(dtype, size, streaming);
+        run_dropout_add_layer_norm(dtype, size, streaming);
+      }
       run_softmax(dtype, size);
     }
   std::printf("%s %.17g\n", tempo::cpu_instruction_set_name(), checksum);

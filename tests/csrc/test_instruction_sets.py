@@ -11,7 +11,8 @@ import pytest
 
 import tempo
 
-FILES = [str(Path(__file__).with_name(f"test_{op}.py")) for op in ("dropout", "gelu", "layer_norm", "softmax_dropout")]
+OPS = ("dropout", "dropout_add_layer_norm", "gelu", "layer_norm", "softmax_dropout")
+FILES = [str(Path(__file__).with_name(f"test_{op}.py")) for op in OPS]
 
 
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])

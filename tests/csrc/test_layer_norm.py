@@ -163,9 +163,56 @@ def test_other_dtypes_and_no_rows_reach_the_reference() -> None:
     assert torch.equal(dweight, torch.zeros(20))
 
 
+@pytest.mark.parametrize("dtype_of_parameters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_bad", [0, 5, 16, 90])
+def test_exact_columns_are_those_of_the_reference(
+    size: int, num_bad: int, dtype_of_parameters: torch.dtype, generator: torch.Generator
+) -> None:
+    weight, bias = (t.to(dtype_of_parameters) for t in parameters(size, generator))
+    weight[:num_bad:2], weight[1:num_bad:3], bias[2:num_bad:5] = 0.0, 1e-3, 1.0
+    gamma, beta = weight.double().abs(), bias.double().abs()
+    ratio = torch.where(gamma == 0.0, torch.inf, beta / gamma)
+    for all_unsafe in (False, True):
+        columns = ops.layer_norm_exact_columns(weight, bias, 1e-37, all_unsafe)
+        expected = ops.reference_layer_norm_exact_columns(weight, bias, 1e-37, all_unsafe)
+        assert columns.dtype == torch.int64
+        assert columns.unique().numel() == columns.numel() == expected.numel()
+        # Which of several equally bad ones is open. bfloat16 has many: compare the ratios.
+        assert torch.equal(ratio[columns].sort().values, ratio[expected].sort().values)
+
+
+def test_exact_columns_fear_what_is_not_a_number_most() -> None:
+    weight, bias = torch.ones(100), torch.arange(100) / 1000.0
+    weight[7], bias[60], weight[8], bias[8] = float("nan"), float("nan"), 0.0, 0.0
+    columns = ops.layer_norm_exact_columns(weight, bias, 1e-37, False).tolist()
+    assert {7, 8, 60} <= set(columns)
+    assert set(columns) - {7, 8, 60} == set(range(87, 100))
+    # float16 fears small numbers, too.
+    weight = torch.ones(100)
+    weight[20:40] = 2.0**-11
+    assert set(ops.layer_norm_exact_columns(weight, torch.zeros(100), 2.0**-10, False).tolist()) <= set(range(20, 40))
+    assert ops.layer_norm_exact_columns(weight, torch.zeros(100), 2.0**-10, True).tolist() == list(range(20, 40))
+
+
+def test_large_results_are_those_of_small_ones(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Large results are written past the caches where they are aligned."""
+    x, grad = (torch.randn(4200, 1024, generator=generator).to(dtype) for _ in range(2))
+    weight, bias = parameters(1024, generator)
+    y, dx, *_ = ours(x, weight, bias, grad)
+    for first in (0, 4160):
+        some = slice(first, first + 40)
+        y_some, dx_some, *_ = ours(x[some], weight, bias, grad[some])
+        assert torch.equal(y[some], y_some)
+        assert torch.equal(dx[some], dx_some)
+    shifted = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (x, grad)]
+    for a, b in zip(ours(shifted[0], weight, bias, shifted[1])[:2], (y, dx), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_opcheck(dtype: torch.dtype) -> None:
     weight, bias = torch.rand(24) + 0.5, torch.randn(24)
     x = torch.randn(6, 24).to(dtype)
+    torch.library.opcheck(ops.layer_norm_exact_columns.default, (weight, bias, 1e-37, False))
     columns = exact_columns(weight, bias, dtype)
     torch.library.opcheck(ops.layer_norm_forward.default, (x, weight, bias, EPS, columns))
     y, rstd, exact = ops.layer_norm_forward(x, weight, bias, EPS, columns)
