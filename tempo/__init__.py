@@ -6,6 +6,7 @@ GELU, in-place LayerNorm, attention that recomputes its dropout.
 
 from tempo import kernels
 from tempo.attention import Combined, attention
+from tempo.convert import Conversion, convert
 from tempo.dropout import SampleCounter, dropout
 from tempo.dropout_add_layer_norm import DropoutAddLayerNorm, dropout_add_layer_norm
 from tempo.gelu import InplaceGelu, gelu
@@ -23,6 +24,7 @@ kernels._report_at_import()
 __all__ = [
     "MLP",
     "Combined",
+    "Conversion",
     "DropoutAddLayerNorm",
     "InplaceGelu",
     "InplaceLayerNorm",
@@ -31,6 +33,7 @@ __all__ = [
     "SavedBytes",
     "SavedItem",
     "attention",
+    "convert",
     "dropout",
     "dropout_add_layer_norm",
     "gelu",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tempo._library import arithmetic_dtype, define
-from tempo.philox import check_probability, check_rng, keep_mask, keep_scale
+from tempo.philox import check_probability, check_rng, fresh_rng, keep_mask, keep_scale
 
 
 def _masked_scores(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -227,9 +227,7 @@ class Combined(nn.Module):
         if self.dim not in (-1, scores.dim() - 1):
             raise ValueError(f"Combined takes the softmax over the last dimension only, got dim={self.dim}")
         p = self.p if self.training else 0.0
-        rng = torch.zeros(2, dtype=torch.int64, device=scores.device)
-        if p > 0.0:
-            rng[0] = torch.randint(-(2**63), 2**63 - 1, (), device=scores.device)
+        rng = fresh_rng(scores.device) if p > 0.0 else torch.zeros(2, dtype=torch.int64, device=scores.device)
         return _SoftmaxDropoutMatmul.apply(scores, value, p, rng)
 
     def extra_repr(self) -> str:

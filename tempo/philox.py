@@ -56,6 +56,16 @@ def check_batched(shape: Sequence[int]) -> None:
         raise ValueError("dropout needs a tensor with a batch dimension, got a scalar")
 
 
+def fresh_rng(device: torch.device) -> Tensor:
+    """Return int64 [2] = (a seed from PyTorch's generator of the device, 0); does not wait for the device.
+
+    For layers without a trainer's `rng`. Activation checkpointing, which restores that generator, draws the same again.
+    """
+    rng = torch.zeros(2, dtype=torch.int64, device=device)
+    rng[0] = torch.randint(-(2**63), 2**63 - 1, (), device=device)
+    return rng
+
+
 def drop_threshold(p: float) -> int:
     """An element is dropped where its 32-bit word is below this."""
     return round(p * 2.0**32)
