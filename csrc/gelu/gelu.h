@@ -9,7 +9,8 @@ constexpr int64_t kGeluTile = 16;
 
 struct GeluForm {
   bool tanh_form;
-  int side_bits;  // 1 or 4
+  int side_bits;           // 1 or 4
+  bool streaming = false;  // on the CPU: dx, which no cache can hold, is streamed past them
 };
 
 }  // namespace tempo

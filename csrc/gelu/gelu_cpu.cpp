@@ -191,7 +191,8 @@ TEMPO_INLINE vint nibbles_of(uint64_t packed, int vector) {
   return fields & 15;
 }
 
-template <class T, int kSideBits>
+// kStream: dx lies where `stream` can store.
+template <class T, int kSideBits, bool kStream>
 TEMPO_INLINE void backward_tile(const T* grad, const T* y, uint64_t packed, T* dx, const GeluTables& tables) {
   for (int v = 0; v < kVectorsPerTile; ++v) {
     vfloat output = load(y + v * kLanes, Whole{});
@@ -213,24 +214,28 @@ TEMPO_INLINE void backward_tile(const T* grad, const T* y, uint64_t packed, T* d
       }
     }
     vfloat result = load(grad + v * kLanes, Whole{}) * derivative(output, t, is_right, tables);
-    store(dx + v * kLanes, result, Whole{});
+    if (kStream)
+      stream(dx + v * kLanes, result);
+    else
+      store(dx + v * kLanes, result, Whole{});
   }
 }
 
-template <class T, int kSideBits>
+template <class T, int kSideBits, bool kStream>
 void backward_range(const T* grad, const T* y, const uint8_t* side, T* dx, const GeluForm& form, int64_t begin, int64_t end) {
   const GeluTables& tables = form.tanh_form ? kTanhTables : kErfTables;
   constexpr int kTileBytes = kSideBits * (int)kGeluTile / 8;
   int64_t i = begin;
   for (; i + kGeluTile <= end; i += kGeluTile)
-    backward_tile<T, kSideBits>(grad + i, y + i, load_side(side + i * kSideBits / 8, kTileBytes), dx + i, tables);
+    backward_tile<T, kSideBits, kStream>(grad + i, y + i, load_side(side + i * kSideBits / 8, kTileBytes), dx + i, tables);
+  if (kStream) finish_streaming();
   if (i < end) {
     int count = (int)(end - i);
     T padded_grad[kGeluTile] = {}, padded_y[kGeluTile] = {}, result[kGeluTile];
     memcpy(padded_grad, grad + i, sizeof(T) * (size_t)count);
     memcpy(padded_y, y + i, sizeof(T) * (size_t)count);
     uint64_t packed = load_side(side + i * kSideBits / 8, (kSideBits * count + 7) / 8);
-    backward_tile<T, kSideBits>(padded_grad, padded_y, packed, result, tables);
+    backward_tile<T, kSideBits, false>(padded_grad, padded_y, packed, result, tables);
     memcpy(dx + i, result, sizeof(T) * (size_t)count);
   }
 }
@@ -267,10 +272,14 @@ void forward_of(const T* x, T* y, uint8_t* side, const GeluForm& form, int64_t b
 
 template <class T>
 void backward_of(const T* grad, const T* y, const uint8_t* side, T* dx, const GeluForm& form, int64_t begin, int64_t end) {
-  if (form.side_bits == 1)
-    backward_range<T, 1>(grad, y, side, dx, form, begin, end);
-  else
-    backward_range<T, 4>(grad, y, side, dx, form, begin, end);
+  const bool streams = form.streaming && (uintptr_t)dx % (sizeof(T) * kLanes) == 0;
+  if (form.side_bits == 1) {
+    auto* range = streams ? &backward_range<T, 1, true> : &backward_range<T, 1, false>;
+    range(grad, y, side, dx, form, begin, end);
+  } else {
+    auto* range = streams ? &backward_range<T, 4, true> : &backward_range<T, 4, false>;
+    range(grad, y, side, dx, form, begin, end);
+  }
 }
 
 }  // namespace

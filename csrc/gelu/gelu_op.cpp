@@ -116,11 +116,12 @@ bool takes_backward(const StableIValue* stack) {
 
 template <class Device>
 Tensor backward(Tensor grad, Tensor y, Tensor side, std::string approximate, int64_t side_bits) {
-  const auto form = gelu_form(approximate, side_bits);
+  auto form = gelu_form(approximate, side_bits);
   STD_TORCH_CHECK(side.scalar_type() == ScalarType::Byte && side.numel() == (y.numel() * side_bits + 7) / 8,
                   "side must be uint8 with side_bits bits per element of y");
   const Tensor dy = dense(grad), output = dense(y);
   Tensor dx = torch::stable::empty_like(dy);
+  form.streaming = worth_streaming(dx);
   Device::gelu_backward(dy, output, side, dx, form);
   return with_layout_of(grad, dx);
 }

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
 ARCHS = ("75", "80", "90", "100", "120")
 # The kernels for shapes and layouts that vectors do not fit, and those whose threads work on single elements.
-SCALAR = re.compile("general|add_partials|scalar|finish|reduce|norms_kernel|begin")
+SCALAR = re.compile("general|add_partials|exact_columns|scalar|finish|reduce|norms_kernel|begin")
 
 
 def find_tool(name: str) -> str | None:
