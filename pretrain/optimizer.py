@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import tempo
 
@@ -105,6 +106,8 @@ class Lamb(torch.optim.Optimizer):
             raise ValueError("Lamb takes dense gradients; make embeddings with sparse=False")
         if grad_norm is None:
             grad_norm = global_grad_norm(parameters)
+        if isinstance(grad_norm, DTensor):  # of sharded gradients
+            grad_norm = grad_norm.full_tensor()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
             # In place, as `GradScaler.unscale_` does.

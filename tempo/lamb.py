@@ -29,6 +29,7 @@ from tempo._library import _LIBRARY, define
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
+
 def _new_values(
     params: list[Tensor],
     grads: list[Tensor],

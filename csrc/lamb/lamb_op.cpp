@@ -161,8 +161,8 @@ void call_reference(const Tensors& params, const Tensors& grads, const Tensors& 
 
 template <class Device>
 void lamb_step(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors copies, Tensor step,
-               Tensor grad_norm, std::optional<Tensor> found_inf, double lr, double beta1, double beta2, double eps, double weight_decay,
-               double max_grad_norm, bool use_trust_ratio, bool bias_correction) {
+               Tensor grad_norm, std::optional<Tensor> found_inf, double lr, double beta1, double beta2, double eps,
+               double weight_decay, double max_grad_norm, bool use_trust_ratio, bool bias_correction) {
   if (!takes<Device>(params, grads, exp_avgs, exp_avg_sqs, copies, step, grad_norm, found_inf)) {
     call_reference(params, grads, exp_avgs, exp_avg_sqs, copies, step, grad_norm, found_inf, lr, beta1, beta2, eps, weight_decay,
                    max_grad_norm, use_trust_ratio, bias_correction);
@@ -177,7 +177,8 @@ void lamb_step(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_
                        dense_grads[i].const_data_ptr(),
                        static_cast<float*>(exp_avgs[i].mutable_data_ptr()),
                        static_cast<float*>(exp_avg_sqs[i].mutable_data_ptr()),
-                       copies.empty() ? nullptr : copies[i].mutable_data_ptr(), params[i].numel()});
+                       copies.empty() ? nullptr : copies[i].mutable_data_ptr(),
+                       params[i].numel()});
   }
   const LambSettings settings{beta1,
                               beta2,

@@ -11,6 +11,7 @@
 #include "dropout/dropout.h"
 #include "dropout_add_layer_norm/dropout_add_layer_norm.h"
 #include "gelu/gelu.h"
+#include "lamb/lamb.h"
 #include "layer_norm/layer_norm.h"
 
 namespace {
@@ -164,6 +165,25 @@ void run_softmax(int dtype, int64_t keys) {
     }
 }
 
+void run_lamb(int64_t n) {
+  const tempo::LambFactors factors = tempo::lamb_factors({0.9, 0.999, 0.01f, 0.0f, 0.01f, 1.0f, true, true}, 3.0f, 5);
+  for (bool with_copy : {false, true}) {
+    Values w(tempo::kFloat, n, 1), g(tempo::kFloat, n, 2), m(tempo::kFloat, n, 3), v(tempo::kFloat, n, 0);
+    Values copy(tempo::kBFloat16, n, 0);
+    auto floats = [](Values& values) { return static_cast<float*>(values.get()); };
+    for (int64_t i = 0; i < n; ++i) floats(v)[i] = 0.5f + (float)(i % 5), floats(w)[i] *= floats(w)[i] > 1e20f ? 1e-20f : 1.0f;
+    const tempo::LambTensor tensor{floats(w), g.get(), floats(m), floats(v), with_copy ? copy.get() : nullptr, n};
+    const int64_t middle = n / 2;
+    for (auto [begin, end] : {std::pair<int64_t, int64_t>{0, middle}, {middle, n}}) {
+      const tempo::LambSums sums = TEMPO_CPU(lamb_moments)(tensor, factors, begin, end);
+      checksum += sums.weight + sums.update;
+      TEMPO_CPU(lamb_weights)(tensor, factors, 0.01f, begin, end);
+      TEMPO_CPU(lamb_all)(tensor, factors, 0.01f, begin, end);
+    }
+    for (Values* values : {&w, &m, &v, &copy}) values->add_to_checksum();
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -176,6 +196,7 @@ int main() {
         run_dropout_add_layer_norm(dtype, size, streaming);
       }
       run_softmax(dtype, size);
+      if (dtype == tempo::kFloat) run_lamb(size);
     }
   std::printf("%s %.17g\n", tempo::cpu_instruction_set_name(), checksum);
 }

@@ -11,7 +11,7 @@ import pytest
 
 import tempo
 
-OPS = ("dropout", "dropout_add_layer_norm", "gelu", "layer_norm", "softmax_dropout")
+OPS = ("dropout", "dropout_add_layer_norm", "gelu", "lamb", "layer_norm", "softmax_dropout")
 FILES = [str(Path(__file__).with_name(f"test_{op}.py")) for op in OPS]
 
 

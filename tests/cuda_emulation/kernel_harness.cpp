@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "attention/softmax_dropout.h"
@@ -11,6 +12,7 @@
 #include "dropout/dropout.h"
 #include "dropout_add_layer_norm/dropout_add_layer_norm.h"
 #include "gelu/gelu.h"
+#include "lamb/lamb.h"
 #include "layer_norm/layer_norm.h"
 
 namespace {
@@ -168,6 +170,41 @@ void run_softmax(int dtype, int64_t keys, bool aligned) {
     }
 }
 
+// More tensors than one launch takes, of `size` elements and fewer; then an overflow, which changes nothing.
+void run_lamb(int dtype, int64_t size, bool aligned) {
+  constexpr int kCount = 70;
+  const int copy_dtype = dtype == tempo::kFloat ? (int)tempo::kBFloat16 : dtype;
+  for (bool ratio : {true, false}) {
+    std::vector<std::unique_ptr<Values>> arrays;
+    std::vector<tempo::LambTensor> tensors;
+    auto make = [&](int type, int64_t n, int seed) {
+      arrays.push_back(std::make_unique<Values>(type, n, seed, aligned));
+      return arrays.back()->get();
+    };
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t n = i == 1 ? size : size % (i + 9) + 1;
+      tempo::LambTensor t{};
+      t.param = static_cast<float*>(make(tempo::kFloat, n, i + 2));
+      t.grad = make(dtype, n, i + 3);
+      t.exp_avg = static_cast<float*>(make(tempo::kFloat, n, i + 4));
+      t.exp_avg_sq = static_cast<float*>(make(tempo::kFloat, n, 0));
+      t.copy = i % 2 ? make(copy_dtype, n, 0) : nullptr;
+      t.numel = n;
+      tensors.push_back(t);
+    }
+    const tempo::LambSettings settings{0.9, 0.999, 0.01f, 0.0f, 0.01f, 1.0f, ratio, true};
+    Buffer workspace(tempo::cuda::lamb_workspace_bytes(tensors.data(), kCount, ratio)), step(8), norm(4), found_inf(4);
+    for (float value : {3.0f, INFINITY}) {
+      *norm.floats() = value;
+      check(tempo::cuda::lamb_step(dtype, copy_dtype, tensors.data(), kCount, settings, norm.floats(), found_inf.floats(),
+                                   static_cast<int64_t*>(step.get()), workspace.get(), nullptr),
+            "lamb_step");
+      for (const auto& values : arrays) values->add_to_checksum();
+      step.add_to_checksum();
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -178,6 +215,7 @@ int main() {
         run_gelu(dtype, size, aligned);
         run_layer_norm(dtype, size, aligned);
         run_softmax(dtype, size, aligned);
+        run_lamb(dtype, size, aligned);
       }
   std::printf("%.17g\n", checksum);
   return failures != 0;

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.bert import BertForPreTraining
@@ -256,6 +258,110 @@ def test_a_grad_scaler_skips_a_step_with_infinite_gradients_whole() -> None:
     assert counts == [1, 1, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_grad_scaler_leaves_unscaling_to_the_optimizer(dtype: torch.dtype) -> None:
+    """`scaler.step` without `unscale_` before it: as without a scaler, and 16-bit gradients are taken too."""
+    results = []
+    for scale in (None, 2.0**9):
+        decayed, undecayed = two_groups(dtype)
+        optimizer = make_lamb(decayed, undecayed)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        for value in (1.0, 0.125):
+            optimizer.zero_grad()
+            scaler.scale(sum((p * p * value).sum() for p in decayed + undecayed)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+        results.append([*decayed, *undecayed, *(state["exp_avg_sq"] for state in optimizer.state.values())])
+    for plain, scaled in zip(*results, strict=True):
+        torch.testing.assert_close(scaled, plain)
+
+
+def test_a_scaler_that_finds_an_overflow_by_itself_skips_the_step_whole() -> None:
+    decayed, undecayed = two_groups()
+    optimizer, scaler = make_lamb(decayed, undecayed), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [p.detach().clone() for p in decayed + undecayed]
+    scaler.scale(sum((p * torch.tensor(3e38) * 10).sum() for p in decayed + undecayed)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(before, decayed + undecayed, strict=True))
+    assert [int(group["step"]) for group in optimizer.param_groups] == [0, 0]
+    assert scaler.get_scale() == 2.0
+
+
+def test_steps_do_not_wait_for_the_device() -> None:
+    """Nothing in a step reads a value of a tensor, whatever its result."""
+    decayed, undecayed = two_groups()
+    optimizer, scaler = make_lamb(decayed, undecayed), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for value in (1.0, math.nan, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(sum((p * value).sum() for p in decayed + undecayed)).backward()
+        with CountCalls() as count:
+            scaler.step(optimizer)
+        scaler.update()
+        assert "tempo.lamb_step_" in str(count.names)
+        assert not {name for name in count.names if "_local_scalar_dense" in name or "nonzero" in name}
+
+
+def test_steps_are_an_int_in_checkpoints_and_may_be_one_or_a_tensor_there() -> None:
+    results = []
+    for convert in (int, torch.tensor):
+        decayed, undecayed = two_groups()
+        optimizer = make_lamb(decayed, undecayed)
+        for _ in range(3):
+            for p in decayed + undecayed:
+                p.grad = torch.full_like(p, 0.1)
+            optimizer.step()
+        saved = optimizer.state_dict()
+        assert [group["step"] for group in saved["param_groups"]] == [3, 3]
+        assert all(type(group["step"]) is int for group in saved["param_groups"])
+        for group in saved["param_groups"]:
+            group["step"] = convert(group["step"])
+        resumed = make_lamb(decayed, undecayed)
+        resumed.load_state_dict(saved)
+        resumed.step()
+        assert [int(group["step"]) for group in resumed.param_groups] == [4, 4]
+        assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3]
+        results.append([p.detach() for p in decayed + undecayed])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_norm_that_is_not_finite_changes_nothing() -> None:
+    decayed, undecayed = two_groups()
+    optimizer = make_lamb(decayed, undecayed)
+    for p in decayed + undecayed:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    undecayed[0].grad = torch.full_like(undecayed[0], math.nan)  # of one group; the other does not step either
+    before = [p.detach().clone() for p in decayed + undecayed]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, decayed + undecayed, strict=True))
+    assert [int(group["step"]) for group in optimizer.param_groups] == [1, 1]
+
+
+def test_sharded_parameters_are_updated_by_pytorch_s_operations(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        results = []
+        for shard in (False, True):
+            decayed, undecayed = two_groups()
+            if shard:
+                decayed, undecayed = (
+                    [nn.Parameter(distribute_tensor(p.detach(), mesh)) for p in ps] for ps in (decayed, undecayed)
+                )
+            optimizer = make_lamb(decayed, undecayed)
+            for _ in range(3):
+                for p in decayed + undecayed:
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+            results.append([p.full_tensor() if shard else p.detach() for p in decayed + undecayed])
+        for plain, sharded in zip(*results, strict=True):
+            torch.testing.assert_close(sharded, plain)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_number_of_operations_does_not_grow_with_the_number_of_parameters() -> None:
     def calls(num_parameters: int) -> int:
         parameters = [nn.Parameter(torch.ones(3)) for _ in range(num_parameters)]
@@ -265,16 +371,18 @@ def test_the_number_of_operations_does_not_grow_with_the_number_of_parameters() 
         optimizer.step()  # makes the moments
         with CountCalls() as count:
             optimizer.step(grad_norm=torch.tensor(1.0))
-        return count.calls
+        return len(count.names)
 
     assert calls(40) == calls(2) > 0
 
 
 class CountCalls(TorchDispatchMode):
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.calls += 1
+        self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 
 

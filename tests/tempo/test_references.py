@@ -13,7 +13,7 @@ import pytest
 import tempo
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("attention", "dropout", "dropout_add_layer_norm", "gelu", "layer_norm", "philox")
+NAMES = ("attention", "dropout", "dropout_add_layer_norm", "gelu", "lamb", "layer_norm", "philox")
 
 
 @pytest.mark.slow
