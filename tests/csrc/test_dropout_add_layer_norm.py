@@ -132,6 +132,7 @@ def test_non_contiguous_inputs_and_gradients(dtype: torch.dtype, generator: torc
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.skipif("TEMPO_LIBRARY" in os.environ, reason="only the CPU kernels write past the caches")
 def test_unaligned_and_large_tensors_come_out_the_same(dtype: torch.dtype, generator: torch.Generator) -> None:
     """Large results are written past the caches where they are aligned."""
     tensors = inputs(4200, 1024, dtype=dtype, generator=generator)

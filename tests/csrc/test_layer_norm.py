@@ -194,6 +194,7 @@ def test_exact_columns_fear_what_is_not_a_number_most() -> None:
     assert ops.layer_norm_exact_columns(weight, torch.zeros(100), 2.0**-10, True).tolist() == list(range(20, 40))
 
 
+@pytest.mark.skipif("TEMPO_LIBRARY" in os.environ, reason="only the CPU kernels write past the caches")
 def test_large_results_are_those_of_small_ones(dtype: torch.dtype, generator: torch.Generator) -> None:
     """Large results are written past the caches where they are aligned."""
     x, grad = (torch.randn(4200, 1024, generator=generator).to(dtype) for _ in range(2))
