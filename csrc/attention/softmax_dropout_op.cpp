@@ -83,6 +83,7 @@ float lowest_number(ScalarType type) {
 
 // The mask with unit stride over the keys, its broadcast dimensions with stride 0; returned to keep it alive.
 Tensor set_mask(SoftmaxShape& shape, const Tensor& given, const Tensor& scores) {
+  check_same_device(scores, given);
   const bool is_bool = given.scalar_type() == ScalarType::Bool;
   shape.hiding = lowest_number(given.scalar_type());
   Tensor mask = given;
@@ -117,6 +118,7 @@ bool takes_forward(const StableIValue* stack) {
 
 template <class Device>
 Tensor forward(Tensor scores, std::optional<Tensor> mask, double scale, double p, Tensor rng, int64_t site, bool causal) {
+  check_same_device(scores, rng);
   auto shape = softmax_shape(scores, scale, causal);
   const Tensor kept_mask = mask.has_value() ? set_mask(shape, *mask, scores) : scores;
   Tensor dropped = p == 0.0 ? empty_tensor(scores) : torch::stable::empty_like(scores);
@@ -136,6 +138,7 @@ bool takes_backward(const StableIValue* stack) {
 
 template <class Device>
 Tensor backward(Tensor grad_dropped, Tensor probabilities, double scale, double p, Tensor rng, int64_t site) {
+  check_same_device(grad_dropped, probabilities, rng);
   const auto shape = softmax_shape(probabilities, scale, false);
   Tensor dropped = p == 0.0 ? empty_tensor(probabilities) : torch::stable::empty_like(probabilities);
   Device::backward(grad_dropped, probabilities, dropped, shape, {p, rng, site});

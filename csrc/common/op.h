@@ -130,6 +130,15 @@ inline void count_as_written(Tensor& t) {
   torch::stable::zero_(nothing);
 }
 
+// A pointer to another device's memory would end the process, or its use of the GPU.
+template <class... Others>
+void check_same_device(const Tensor& first, const Others&... others) {
+  const auto same = [&](const Tensor& other) {
+    return first.is_cuda() == other.is_cuda() && (!first.is_cuda() || first.get_device_index() == other.get_device_index());
+  };
+  STD_TORCH_CHECK((same(others) && ...), "all tensors of the call must be on one device");
+}
+
 // ---- the draw of a dropout: read here on the CPU, by the kernel on a GPU ----
 
 inline void check_rng(const Tensor& rng) {

@@ -35,6 +35,7 @@ bool takes_dropout(const StableIValue* stack) {
 
 template <class Device>
 Tensor dropout(Tensor x, double p, Tensor rng, int64_t site) {
+  check_same_device(x, rng);
   if (p == 0.0) return torch::stable::clone(x);
   const Tensor input = dense(x);
   Tensor y = torch::stable::empty_like(input);

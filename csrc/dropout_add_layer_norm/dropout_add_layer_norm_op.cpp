@@ -98,6 +98,7 @@ bool takes_forward(const StableIValue* stack) {
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor x_bias, Tensor residual, Tensor weight, Tensor bias, double eps,
                                            Tensor exact_columns, double p, Tensor rng, int64_t site) {
+  check_same_device(x, x_bias, residual, weight, bias, exact_columns, rng);
   const auto shape = layer_norm_shape(x, exact_columns);
   check_parameters(shape, weight, bias);
   STD_TORCH_CHECK(x_bias.numel() == shape.num_columns, "x_bias must have as many elements as the last dimension");
@@ -121,6 +122,7 @@ template <class Device>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor grad, Tensor y, Tensor rstd, Tensor weight, Tensor bias,
                                                             Tensor exact_columns, Tensor exact_x_hat, double p, Tensor rng,
                                                             int64_t site) {
+  check_same_device(grad, y, rstd, weight, bias, exact_columns, exact_x_hat, rng);
   const auto shape = layer_norm_shape(y, exact_columns);
   check_parameters(shape, weight, bias);
   const Saved saved = checked(grad, y, rstd, exact_x_hat, shape);

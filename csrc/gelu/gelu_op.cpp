@@ -119,6 +119,7 @@ Tensor backward(Tensor grad, Tensor y, Tensor side, std::string approximate, int
   auto form = gelu_form(approximate, side_bits);
   STD_TORCH_CHECK(side.scalar_type() == ScalarType::Byte && side.numel() == (y.numel() * side_bits + 7) / 8,
                   "side must be uint8 with side_bits bits per element of y");
+  check_same_device(grad, y, side);
   const Tensor dy = dense(grad), output = dense(y);
   Tensor dx = torch::stable::empty_like(dy);
   form.streaming = worth_streaming(dx);
@@ -136,6 +137,7 @@ bool takes_recompute(const StableIValue* stack) {
 
 template <class Device>
 std::tuple<Tensor, Tensor> recompute_backward(Tensor grad, Tensor x, std::string approximate) {
+  check_same_device(grad, x);
   const Tensor dy = dense(grad), input = dense(x);
   Tensor dx = torch::stable::empty_like(dy), y = torch::stable::empty_like(input);
   Device::gelu_recompute_backward(dy, input, dx, y, gelu_form(approximate, 1).tanh_form);
@@ -149,6 +151,7 @@ bool takes_recompute_inplace(const StableIValue* stack) {
 
 template <class Device>
 void recompute_backward_inplace(Tensor grad, Tensor x, std::string approximate) {
+  check_same_device(grad, x);
   Device::gelu_recompute_backward(grad, x, grad, x, gelu_form(approximate, 1).tanh_form);
   count_as_written(grad);
   count_as_written(x);

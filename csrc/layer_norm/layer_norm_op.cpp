@@ -116,6 +116,7 @@ bool takes_exact_columns(const StableIValue* stack) {
 template <class Device>
 Tensor exact_columns(Tensor weight, Tensor bias, double min_gamma, bool all_unsafe) {
   STD_TORCH_CHECK(weight.numel() == bias.numel(), "weight and bias must have the same number of elements");
+  check_same_device(weight, bias);
   return Device::exact_columns(weight, bias, min_gamma, all_unsafe);
 }
 
@@ -129,6 +130,7 @@ bool takes_forward(const StableIValue* stack) {
 
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor bias, double eps, Tensor exact_columns) {
+  check_same_device(x, weight, bias, exact_columns);
   const auto shape = layer_norm_shape(x, exact_columns);
   check_parameters(shape, weight, bias);
   const Tensor input = dense(x);
@@ -149,6 +151,7 @@ bool takes_backward(const StableIValue* stack) {
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor y, Tensor rstd, Tensor weight, Tensor bias, Tensor exact_columns,
                                             Tensor exact_x_hat) {
+  check_same_device(grad, y, rstd, weight, bias, exact_columns, exact_x_hat);
   const auto shape = layer_norm_shape(y, exact_columns);
   check_parameters(shape, weight, bias);
   const Saved saved = checked(grad, y, rstd, exact_x_hat, shape);
