@@ -187,10 +187,10 @@ def draw(schemes: dict[str, list[float]], path: Path) -> None:
         bars = axis.barh(list(schemes), [row[column + 2] / 1000 for row in schemes.values()], color="#3b6ea5")
         axis.bar_label(bars, fmt="%.1f", padding=3)
         axis.set_title(f"S = {length}")
-        axis.set_xlabel("kB kept per token by a BERT-Large layer (16 bit, 1-byte masks)")
         axis.margins(x=0.12)
         if column == 0:  # the second shares it
             axis.invert_yaxis()
+    figure.supxlabel("kB kept per token by a BERT-Large layer (16 bit, 1-byte masks)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
