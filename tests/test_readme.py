@@ -100,9 +100,11 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path: Path) -> None:
 
 
 def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(code, {})
+    layers, converted = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(layers, {})
     assert "total" in capsys.readouterr().out
+    exec(converted, {})
+    assert "BertSelfAttention (sdpa) -> tempo.attention" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -201,7 +201,8 @@ def header() -> str:
         lines.append("    {")
         lines += ["        {" + ", ".join(literal(v) for v in forward[f"c{k}"]) + "}," for k in range(1, DEGREE + 1)]
         lines += ["    },", "    {"]
-        lines += ["        {" + ", ".join(literal(v) for v in row) + "}," for row in fit_derivative(derivative, forward["center"])]
+        from_input = fit_derivative(derivative, forward["center"])
+        lines += ["        {" + ", ".join(literal(v) for v in row) + "}," for row in from_input]
         lines.append("    },")
         lines.append("    {" + ", ".join(literal(v) for v in backward["center"]) + "},")
         lines.append("    {")

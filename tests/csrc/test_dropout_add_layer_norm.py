@@ -94,7 +94,7 @@ def test_the_mask_is_that_of_dropout(dtype: torch.dtype, width: int) -> None:
     assert mixed.sum() >= 6
     assert torch.equal((y > 0)[mixed], keep[mixed])
     assert (dx[~keep] == 0).all()
-    assert (dx[keep & mixed[..., None]] != 0).float().mean() > 0.99  # a gradient may vanish by chance
+    assert (dx[keep & mixed[..., None]] != 0).float().mean() > 0.95  # a gradient may vanish by chance
 
 
 @pytest.mark.parametrize("num_bad", [1, 16, 40])

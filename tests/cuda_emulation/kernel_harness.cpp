@@ -116,6 +116,10 @@ void run_layer_norm(int dtype, int64_t columns, bool aligned) {
     const tempo::LayerNormShape shape{columns, num_exact, kept.data()};
     const tempo::Parameter g{gamma.get(), parameter_dtype}, b{beta.get(), parameter_dtype}, xb{x_bias.get(), parameter_dtype};
     const int64_t num_partials = tempo::cuda::layer_norm_num_partials(rows, columns);
+    Buffer chosen(num_exact * 8);
+    check(tempo::cuda::layer_norm_exact_columns(g, b, 1e-30f, static_cast<int64_t*>(chosen.get()), num_exact, columns, nullptr),
+          "layer_norm_exact_columns");
+    chosen.add_to_checksum();
     for (double p : {-1.0, 0.0, 0.3, 1.0}) {  // -1: the LayerNorm alone
       Values y(dtype, count, 0, aligned), dx(dtype, count, 0, aligned), dresidual(dtype, count, 0, aligned);
       Values exact(dtype, rows * num_exact, 0), dgamma(parameter_dtype, columns, 0), dbeta(parameter_dtype, columns, 0);
