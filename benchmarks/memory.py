@@ -38,9 +38,10 @@ SCHEMES: dict[str, dict[str, object]] = {
 CHECKPOINTING = "torch, activation checkpointing"
 
 
-def _kept_bytes(length: int, batch: int, num_layers: int, fields: dict[str, object]) -> int:
+def kept_bytes(length: int, batch: int, num_layers: int, masters: torch.dtype = torch.bfloat16, **fields: object) -> int:
+    """Bytes that BERT-Large with `num_layers` layers keeps in bfloat16; its vocabulary is small, which adds nothing per layer."""
     config = BertConfig.preset("bert_large", num_layers=num_layers, vocab_size=64, **fields)
-    model = BertForPreTraining(config, compute_dtype=torch.bfloat16).to(torch.bfloat16)
+    model = BertForPreTraining(config, compute_dtype=torch.bfloat16).to(masters)
     positions = torch.zeros(batch, 1, dtype=torch.int64)
     kept = tempo.saved_bytes(
         model,
@@ -53,15 +54,14 @@ def _kept_bytes(length: int, batch: int, num_layers: int, fields: dict[str, obje
     return kept.total_bytes
 
 
-def bytes_per_token_of_a_layer(length: int, fields: dict[str, object]) -> float:
-    """Bytes per token that one more BERT-Large layer keeps."""
-    return (_kept_bytes(length, 1, 2, fields) - _kept_bytes(length, 1, 1, fields)) / length
+def bytes_of_one_more_layer(length: int, batch: int, **fields: object) -> int:
+    """What two layers keep, less what one does."""
+    return kept_bytes(length, batch, 2, **fields) - kept_bytes(length, batch, 1, **fields)  # type: ignore[arg-type]
 
 
 def checkpointed_bytes_per_token(length: int) -> float:
     """The same under activation checkpointing; counted from two batch sizes, as the generator's state is kept once per layer."""
-    fields: dict[str, object] = {"layers": "torch", "activation_checkpointing": True}
-    one, two = (_kept_bytes(length, batch, 2, fields) - _kept_bytes(length, batch, 1, fields) for batch in (1, 2))
+    one, two = (bytes_of_one_more_layer(length, batch, layers="torch", activation_checkpointing=True) for batch in (1, 2))
     return (two - one) / length
 
 
@@ -75,7 +75,7 @@ def measure_schemes() -> dict[str, list[float]]:
     """Scheme -> bytes per token at S = 128 and 512, with the masks as on a CPU, then as on a GPU."""
     values = {}
     for name, fields in SCHEMES.items():
-        measured = [bytes_per_token_of_a_layer(length, fields) for length in LENGTHS]
+        measured = [bytes_of_one_more_layer(length, 1, **fields) / length for length in LENGTHS]
         values[name] = measured + [m - saved_by_one_byte_masks(n, fields) for m, n in zip(measured, LENGTHS, strict=True)]
     values[CHECKPOINTING] = 2 * [checkpointed_bytes_per_token(length) for length in LENGTHS]
     return values

@@ -4,8 +4,9 @@
 
 namespace tempo {
 
-// The ranges of the CPU kernels start at multiples of this, so that no two threads write to one byte of side bits.
-constexpr int64_t kGeluTile = 16;
+// The ranges of the CPU kernels start at multiples of this: no two threads write to one byte of side bits, and ranges of an
+// aligned tensor are aligned.
+constexpr int64_t kGeluTile = 32;
 
 struct GeluForm {
   bool tanh_form;

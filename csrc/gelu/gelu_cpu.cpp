@@ -1,48 +1,20 @@
 // GELU that keeps its output and 1 or 4 bits per element; the method is described in tempo/gelu.py and fit_tables.py.
-#include "common/simd.h"
 #include "gelu/gelu.h"
+
+#include "gelu/gelu_bfloat16.h"
 #include "gelu/gelu_tables.h"
+#include "gelu/gelu_tail.h"
 
 namespace tempo {
 namespace TEMPO_ISA {
 namespace {
 
-constexpr int kVectorsPerTile = (int)kGeluTile / kLanes;
-
-template <int N>
-TEMPO_INLINE vfloat polynomial(const float (&c)[N], vfloat x) {
-  vfloat result = splat(c[N - 1]);
-  for (int k = N - 2; k >= 0; --k) result = result * x + c[k];
-  return result;
-}
+constexpr int kTile = 16, kVectorsPerTile = kTile / kLanes;
 
 template <int N>
 TEMPO_INLINE vfloat polynomial(const float (&c)[N][8], vint piece, vfloat x) {
   vfloat result = lookup(c[N - 1], piece);
   for (int k = N - 2; k >= 0; --k) result = result * x + lookup(c[k], piece);
-  return result;
-}
-
-// What lies on the left of 0: h(a) = -GELU(-a), and its derivative, which is GELU'(-a).
-struct Left {
-  vfloat h, slope;
-};
-
-// For a >= 3.
-template <bool kTanh, bool kSlope>
-__attribute__((noinline)) Left left_tail(vfloat a) {
-  Left result = {};
-  if (kTanh) {
-    vfloat b = min_of(a, splat(20.0f));  // GELU(-20) is 0, and infinity times 0 must not appear
-    vfloat e = exponential(b * (-1.5957691216f) - b * b * b * 0.0713548163f);
-    vfloat s = 1.0f / (1.0f + e);
-    result.h = a == a ? b * e * s : a;
-    if (kSlope) result.slope = e * s * (1.0f - b * s * (1.5957691216f + b * b * (3.0f * 0.0713548163f)));
-    return result;
-  }
-  vfloat b = min_of(a, splat(40.0f)), square = b * b, gauss = exponential(square * -0.5f);
-  result.h = a == a ? gauss * polynomial(kErfTail, 1.0f / square) : a;
-  if (kSlope) result.slope = result.h / b - b * gauss * 0.39894228f;
   return result;
 }
 
@@ -76,25 +48,6 @@ TEMPO_INLINE vfloat depth(vfloat y, const GeluTables& tables) {
   return max_of(d, vfloat{});
 }
 
-// The ends, in t, of the interval of values that round to the bfloat16 value y.
-TEMPO_INLINE void cell_in_t(vfloat y, const GeluTables& tables, vfloat& low, vfloat& width) {
-  vint exponent = ((vint)y >> 23) & 255;
-  vint half_spacing = exponent > 8 ? exponent - 8 : splat(1);  // bfloat16 has 8 significant bits
-  vfloat half = (vfloat)(half_spacing << 23);
-  low = square_root(depth(y - half, tables));
-  width = square_root(depth(y + half, tables)) - low;
-}
-
-// Which eighth of the cell, in t, holds the unrounded value: 0 .. 7.
-TEMPO_INLINE vint place_in_cell(vfloat exact, vfloat y, const GeluTables& tables) {
-  vfloat low, width;
-  cell_in_t(y, tables, low, width);
-  vfloat t = square_root(depth(exact, tables));
-  vfloat place = (t - low) / max_of(width, splat(1e-30f)) * 8.0f;
-  place = max_of(place, vfloat{});
-  return truncate(min_of(place, splat(7.0f)));
-}
-
 // The low nibbles of eight bytes, next to each other.
 TEMPO_INLINE uint64_t squeeze(const uint8_t* bytes) {
   uint64_t x;
@@ -104,46 +57,42 @@ TEMPO_INLINE uint64_t squeeze(const uint8_t* bytes) {
   return (x | x >> 16) & 0xffffffffull;
 }
 
-template <class T, bool kTanh, int kSideBits, bool kWhole>
-TEMPO_INLINE void forward_tile(const T* x, T* y, uint8_t* side, const GeluTables& tables, int count) {
-  constexpr bool kPlaces = kSideBits == 4 && sizeof(T) == 2;
+template <bool kTanh, int kSideBits, bool kWhole>
+TEMPO_INLINE void forward_tile(const float* x, float* y, uint8_t* side, const GeluTables& tables, int count) {
   uint32_t side_mask = 0;
-  uint8_t fields[kGeluTile];
+  uint8_t fields[kTile];
   for (int v = 0; v < kVectorsPerTile; ++v) {
     vfloat input = load(x + v * kLanes, Whole{});
-    vfloat exact = forward<kTanh>(input, tables);
-    store(y + v * kLanes, exact, Whole{});
+    store(y + v * kLanes, forward<kTanh>(input, tables), Whole{});
     vint is_right = ~(input < tables.x_min);
     if (kSideBits == 1) {
       side_mask |= bits_of(is_right) << (v * kLanes);
     } else {
-      vint field = is_right & 8;
-      if (kPlaces) field |= place_in_cell(exact, as_stored(exact, x), tables);
-      vbyte bytes = __builtin_convertvector(field, vbyte);
+      vbyte bytes = __builtin_convertvector(is_right & 8, vbyte);  // float has no use for the other three
       memcpy(fields + v * kLanes, &bytes, sizeof bytes);
     }
   }
   uint64_t packed = kSideBits == 1 ? side_mask : squeeze(fields) | squeeze(fields + 8) << 32;
   if (kWhole) {
-    memcpy(side, &packed, kSideBits * kGeluTile / 8);
+    memcpy(side, &packed, kSideBits * kTile / 8);
   } else {  // bits past the last element are 0
     packed &= ~0ull >> (64 - kSideBits * count);
     memcpy(side, &packed, (size_t)(kSideBits * count + 7) / 8);
   }
 }
 
-template <class T, bool kTanh, int kSideBits>
-void forward_range(const T* x, T* y, uint8_t* side, int64_t begin, int64_t end) {
+template <bool kTanh, int kSideBits>
+void forward_range(const float* x, float* y, uint8_t* side, int64_t begin, int64_t end) {
   const GeluTables& tables = kTanh ? kTanhTables : kErfTables;
   int64_t i = begin;
-  for (; i + kGeluTile <= end; i += kGeluTile)
-    forward_tile<T, kTanh, kSideBits, true>(x + i, y + i, side + i * kSideBits / 8, tables, (int)kGeluTile);
+  for (; i + kTile <= end; i += kTile)
+    forward_tile<kTanh, kSideBits, true>(x + i, y + i, side + i * kSideBits / 8, tables, kTile);
   if (i < end) {
     int count = (int)(end - i);
-    T padded[kGeluTile] = {}, result[kGeluTile];
-    memcpy(padded, x + i, sizeof(T) * (size_t)count);
-    forward_tile<T, kTanh, kSideBits, false>(padded, result, side + i * kSideBits / 8, tables, count);
-    memcpy(y + i, result, sizeof(T) * (size_t)count);
+    float padded[kTile] = {}, result[kTile];
+    memcpy(padded, x + i, sizeof(float) * (size_t)count);
+    forward_tile<kTanh, kSideBits, false>(padded, result, side + i * kSideBits / 8, tables, count);
+    memcpy(y + i, result, sizeof(float) * (size_t)count);
   }
 }
 
@@ -192,27 +141,12 @@ TEMPO_INLINE vint nibbles_of(uint64_t packed, int vector) {
 }
 
 // kStream: dx lies where `stream` can store.
-template <class T, int kSideBits, bool kStream>
-TEMPO_INLINE void backward_tile(const T* grad, const T* y, uint64_t packed, T* dx, const GeluTables& tables) {
+template <int kSideBits, bool kStream>
+TEMPO_INLINE void backward_tile(const float* grad, const float* y, uint64_t packed, float* dx, const GeluTables& tables) {
   for (int v = 0; v < kVectorsPerTile; ++v) {
     vfloat output = load(y + v * kLanes, Whole{});
     vfloat t = square_root(depth(output, tables));
-    vint is_right;
-    if (kSideBits == 1) {
-      is_right = mask_of((uint32_t)(packed >> (v * kLanes)));
-    } else {
-      vint field = nibbles_of(packed, v);
-      is_right = (field & 8) != 0;
-      if (sizeof(T) == 2) {
-        vfloat low, width;
-        cell_in_t(output, tables, low, width);
-        vfloat refined = low + (to_float(field & 7) + 0.5f) * 0.125f * width;
-        // Where y is huge or next to 0 the cell has no width that matters.
-        vint near = (absolute(output) < 8.0f) & (absolute(output) > 0.001f);
-        t = near ? refined : t;
-        output = near ? tables.y_min_high + (refined * refined + tables.y_min_low) : output;
-      }
-    }
+    vint is_right = kSideBits == 1 ? mask_of((uint32_t)(packed >> (v * kLanes))) : (nibbles_of(packed, v) & 8) != 0;
     vfloat result = load(grad + v * kLanes, Whole{}) * derivative(output, t, is_right, tables);
     if (kStream)
       stream(dx + v * kLanes, result);
@@ -221,28 +155,28 @@ TEMPO_INLINE void backward_tile(const T* grad, const T* y, uint64_t packed, T* d
   }
 }
 
-template <class T, int kSideBits, bool kStream>
-void backward_range(const T* grad, const T* y, const uint8_t* side, T* dx, const GeluForm& form, int64_t begin, int64_t end) {
-  const GeluTables& tables = form.tanh_form ? kTanhTables : kErfTables;
-  constexpr int kTileBytes = kSideBits * (int)kGeluTile / 8;
+template <bool kTanh, int kSideBits, bool kStream>
+void backward_range(const float* grad, const float* y, const uint8_t* side, float* dx, int64_t begin, int64_t end) {
+  const GeluTables& tables = kTanh ? kTanhTables : kErfTables;
+  constexpr int kTileBytes = kSideBits * kTile / 8;
   int64_t i = begin;
-  for (; i + kGeluTile <= end; i += kGeluTile)
-    backward_tile<T, kSideBits, kStream>(grad + i, y + i, load_side(side + i * kSideBits / 8, kTileBytes), dx + i, tables);
+  for (; i + kTile <= end; i += kTile)
+    backward_tile<kSideBits, kStream>(grad + i, y + i, load_side(side + i * kSideBits / 8, kTileBytes), dx + i, tables);
   if (kStream) finish_streaming();
   if (i < end) {
     int count = (int)(end - i);
-    T padded_grad[kGeluTile] = {}, padded_y[kGeluTile] = {}, result[kGeluTile];
-    memcpy(padded_grad, grad + i, sizeof(T) * (size_t)count);
-    memcpy(padded_y, y + i, sizeof(T) * (size_t)count);
+    float padded_grad[kTile] = {}, padded_y[kTile] = {}, result[kTile];
+    memcpy(padded_grad, grad + i, sizeof(float) * (size_t)count);
+    memcpy(padded_y, y + i, sizeof(float) * (size_t)count);
     uint64_t packed = load_side(side + i * kSideBits / 8, (kSideBits * count + 7) / 8);
-    backward_tile<T, kSideBits, false>(padded_grad, padded_y, packed, result, tables);
-    memcpy(dx + i, result, sizeof(T) * (size_t)count);
+    backward_tile<kSideBits, false>(padded_grad, padded_y, packed, result, tables);
+    memcpy(dx + i, result, sizeof(float) * (size_t)count);
   }
 }
 
 // dx over grad, y over x, or elsewhere.
-template <class T, bool kTanh>
-void recompute_range(const T* grad, const T* x, T* dx, T* y, int64_t begin, int64_t end) {
+template <bool kTanh>
+void recompute_range(const float* grad, const float* x, float* dx, float* y, int64_t begin, int64_t end) {
   const GeluTables& tables = kTanh ? kTanhTables : kErfTables;
   in_vectors(end - begin, [&](int64_t i, auto part) {
     vfloat input = load(x + begin + i, part), g = load(grad + begin + i, part);
@@ -255,31 +189,33 @@ void recompute_range(const T* grad, const T* x, T* dx, T* y, int64_t begin, int6
   });
 }
 
+// The overloads for float are here, those for bfloat16 in gelu_bfloat16.h.
 template <class T>
 void forward_of(const T* x, T* y, uint8_t* side, const GeluForm& form, int64_t begin, int64_t end) {
-  if (form.tanh_form) {
-    if (form.side_bits == 1)
-      forward_range<T, true, 1>(x, y, side, begin, end);
-    else
-      forward_range<T, true, 4>(x, y, side, begin, end);
-  } else {
-    if (form.side_bits == 1)
-      forward_range<T, false, 1>(x, y, side, begin, end);
-    else
-      forward_range<T, false, 4>(x, y, side, begin, end);
-  }
+  typedef void (*Range)(const T*, T*, uint8_t*, int64_t, int64_t);
+  const Range ranges[2][2] = {{&forward_range<false, 1>, &forward_range<false, 4>},
+                              {&forward_range<true, 1>, &forward_range<true, 4>}};
+  ranges[form.tanh_form][form.side_bits == 4](x, y, side, begin, end);
 }
 
 template <class T>
 void backward_of(const T* grad, const T* y, const uint8_t* side, T* dx, const GeluForm& form, int64_t begin, int64_t end) {
-  const bool streams = form.streaming && (uintptr_t)dx % (sizeof(T) * kLanes) == 0;
-  if (form.side_bits == 1) {
-    auto* range = streams ? &backward_range<T, 1, true> : &backward_range<T, 1, false>;
-    range(grad, y, side, dx, form, begin, end);
-  } else {
-    auto* range = streams ? &backward_range<T, 4, true> : &backward_range<T, 4, false>;
-    range(grad, y, side, dx, form, begin, end);
-  }
+  typedef void (*Range)(const T*, const T*, const uint8_t*, T*, int64_t, int64_t);
+  const Range ranges[2][2][2] = {
+      {{&backward_range<false, 1, false>, &backward_range<false, 1, true>},
+       {&backward_range<false, 4, false>, &backward_range<false, 4, true>}},
+      {{&backward_range<true, 1, false>, &backward_range<true, 1, true>},
+       {&backward_range<true, 4, false>, &backward_range<true, 4, true>}},
+  };
+  const bool streams = form.streaming && (uintptr_t)(dx + begin) % sizeof(vfloat) == 0;
+  ranges[form.tanh_form][form.side_bits == 4][streams](grad, y, side, dx, begin, end);
+}
+
+template <class T>
+void recompute_of(const T* grad, const T* x, T* dx, T* y, bool tanh_form, int64_t begin, int64_t end) {
+  typedef void (*Range)(const T*, const T*, T*, T*, int64_t, int64_t);
+  const Range ranges[2] = {&recompute_range<false>, &recompute_range<true>};
+  ranges[tanh_form](grad, x, dx, y, begin, end);
 }
 
 }  // namespace
@@ -301,13 +237,10 @@ void gelu_backward(int dtype, const void* grad, const void* y, const uint8_t* si
 
 void gelu_recompute_backward(int dtype, const void* grad, const void* x, void* dx, void* y, bool tanh_form, int64_t begin,
                              int64_t end) {
-  if (dtype == kFloat) {
-    auto* range = tanh_form ? &recompute_range<float, true> : &recompute_range<float, false>;
-    range((const float*)grad, (const float*)x, (float*)dx, (float*)y, begin, end);
-  } else {
-    auto* range = tanh_form ? &recompute_range<bfloat16, true> : &recompute_range<bfloat16, false>;
-    range((const bfloat16*)grad, (const bfloat16*)x, (bfloat16*)dx, (bfloat16*)y, begin, end);
-  }
+  if (dtype == kFloat)
+    recompute_of((const float*)grad, (const float*)x, (float*)dx, (float*)y, tanh_form, begin, end);
+  else
+    recompute_of((const bfloat16*)grad, (const bfloat16*)x, (bfloat16*)dx, (bfloat16*)y, tanh_form, begin, end);
 }
 
 }  // namespace TEMPO_ISA

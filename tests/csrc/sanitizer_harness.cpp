@@ -73,10 +73,10 @@ void run_dropout(int dtype, int64_t n) {
   }
 }
 
-void run_gelu(int dtype, int64_t n) {
+void run_gelu(int dtype, int64_t n, bool streaming) {
   for (bool tanh_form : {false, true})
     for (int side_bits : {1, 4}) {
-      const tempo::GeluForm form{tanh_form, side_bits};
+      const tempo::GeluForm form{tanh_form, side_bits, streaming};
       Values x(dtype, n, 1), grad(dtype, n, 2), dx(dtype, n, 0);
       Exact<uint8_t> side((n * side_bits + 7) / 8);
       int64_t middle = n / 2 / tempo::kGeluTile * tempo::kGeluTile;
@@ -87,6 +87,18 @@ void run_gelu(int dtype, int64_t n) {
       x.add_to_checksum();
       dx.add_to_checksum();
     }
+}
+
+void run_gelu_recompute(int dtype, int64_t n) {
+  for (bool tanh_form : {false, true}) {
+    Values x(dtype, n, 1), grad(dtype, n, 2), dx(dtype, n, 0), y(dtype, n, 0);
+    int64_t middle = n / 2 / tempo::kGeluTile * tempo::kGeluTile;
+    for (auto [begin, end] : {std::pair<int64_t, int64_t>{0, middle}, {middle, n}}) {
+      TEMPO_CPU(gelu_recompute_backward)(dtype, grad.get(), x.get(), dx.get(), y.get(), tanh_form, begin, end);
+      TEMPO_CPU(gelu_recompute_backward)(dtype, grad.get(), x.get(), grad.get(), x.get(), tanh_form, begin, end);
+    }
+    for (Values* result : {&dx, &y, &grad, &x}) result->add_to_checksum();
+  }
 }
 
 struct NormArrays {
@@ -190,7 +202,8 @@ int main() {
   for (int dtype : {tempo::kFloat, tempo::kBFloat16})
     for (int64_t size : {1, 2, 7, 15, 16, 17, 33, 127, 1023, 1024, 1025, 1500, 4097}) {
       run_dropout(dtype, size);
-      run_gelu(dtype, size);
+      for (bool streaming : {false, true}) run_gelu(dtype, size, streaming);
+      run_gelu_recompute(dtype, size);
       for (bool streaming : {false, true}) {
         run_layer_norm(dtype, size, streaming);
         run_dropout_add_layer_norm(dtype, size, streaming);

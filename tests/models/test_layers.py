@@ -7,30 +7,11 @@ import torch
 from torch import Tensor
 
 import tempo
-from models.bert import BertForPreTraining
+from benchmarks.memory import bytes_of_one_more_layer
 from models.config import BertConfig
 from models.layers import Dropout, Gelu, layer_norm
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-
-
-def bytes_of_one_more_layer(length: int, batch: int, *, masters: torch.dtype = BFLOAT16, **fields: object) -> int:
-    """Bytes that BERT-Large keeps with two layers, less those with one; the vocabulary is small, which changes neither."""
-    totals = []
-    for num_layers in (1, 2):
-        config = BertConfig.preset("bert_large", num_layers=num_layers, vocab_size=64, **fields)
-        model = BertForPreTraining(config, compute_dtype=BFLOAT16).to(masters)
-        positions = torch.zeros(batch, 1, dtype=torch.int64)
-        kept = tempo.saved_bytes(
-            model,
-            torch.zeros(batch, length, dtype=torch.int64),
-            attention_mask=torch.ones(batch, length, dtype=torch.bool),
-            labels=positions,
-            masked_positions=positions,
-            rng=tempo.make_rng(1),
-        )
-        totals.append(kept.total_bytes)
-    return totals[1] - totals[0]
 
 
 # DESIGN 4: PyTorch on a CPU keeps dropout masks in the type of the activations.
