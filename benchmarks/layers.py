@@ -127,6 +127,7 @@ def cpu_report(arguments: argparse.Namespace) -> str:
         f"- date: {datetime.date.today().isoformat()}; command: `{command()}`",
         f"- medians of {arguments.rounds} rounds, in turns; freed memory is {'kept' if kept else 'given back'} by malloc",
         f"- copy speed: {copy_speed / 1e9:.1f} GB/s (read + written)",
+        "- GPUs: not measured here; on a GPU machine `bash benchmarks/gpu_check.sh` measures the CUDA kernels",
     ]
     for name in arguments.dtype or ["float32", "bfloat16"]:
         timings = [measure(comparison, arguments.rounds) for comparison in comparisons(getattr(torch, name))]

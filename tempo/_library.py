@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("tempo", "DEF")
 
@@ -31,3 +32,12 @@ def define(schema: str, reference: Callable, fake: Callable) -> None:
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 (gradcheck), float32 for all else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cast_for_matmul(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to the dtype that autocast, where it is on, would take for a matrix product; autograd sees the cast."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tempo._library import arithmetic_dtype, define
+from tempo._library import arithmetic_dtype, cast_for_matmul, define
 from tempo.philox import check_probability, check_rng, fresh_rng, keep_mask, keep_scale
 
 
@@ -166,7 +166,7 @@ def attention(
         training: False drops nothing.
 
     Returns:
-        [B, N, Q, D], dtype of `query`.
+        [B, N, Q, D], dtype of `query` (under autocast, its dtype).
 
     Raises:
         ValueError: tensors or a mask that do not fit, a mask that requires a gradient, p outside [0, 1], or a missing or
@@ -174,6 +174,7 @@ def attention(
     """
     check_probability(p)
     _check_shapes(query, key, value)
+    query, key, value = cast_for_matmul(query, key, value)
     p = p if training else 0.0
     if rng is None:
         if p > 0.0:
@@ -228,6 +229,7 @@ class Combined(nn.Module):
             raise ValueError(f"Combined takes the softmax over the last dimension only, got dim={self.dim}")
         p = self.p if self.training else 0.0
         rng = fresh_rng(scores.device) if p > 0.0 else torch.zeros(2, dtype=torch.int64, device=scores.device)
+        scores, value = cast_for_matmul(scores, value)
         return _SoftmaxDropoutMatmul.apply(scores, value, p, rng)
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ mask: `torch.manual_seed` repeats a run, and gradient checkpointing, which resto
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -174,7 +175,12 @@ def _convert_attention(model: nn.Module, modules: dict[str, nn.Module], report: 
     before = config._attn_implementation
     if found:
         _register_attention()
-        config._attn_implementation = _IMPLEMENTATION
+        # Of its own: other models may share the configuration, and would find Tempo's attention there.
+        own = copy.deepcopy(config)
+        own._attn_implementation = _IMPLEMENTATION
+        for module in modules.values():
+            if getattr(module, "config", None) is config:
+                module.config = own
         model.register_forward_pre_hook(_Guard(), with_kwargs=True)
     report.changes += [Change(n, f"{type(m).__name__} ({before})", "tempo.attention") for n, m in found.items()]
 

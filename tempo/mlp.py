@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tempo._library import cast_for_matmul
 from tempo.gelu import COEFFICIENTS
 
 
@@ -96,7 +97,7 @@ def mlp(
         approximate: "none" for x * Phi(x), "tanh" for the tanh form.
 
     Returns:
-        [..., O], dtype of `x`. Kept for the backward pass: `x`, and one [..., I] in the dtype of `x`.
+        [..., O], dtype of `x` (under autocast, its dtype). Kept for the backward pass: `x`, and one [..., I] in the dtype of `x`.
 
     Raises:
         ValueError: shapes that do not fit, an `x` that is not floating, or an unknown `approximate`.
@@ -116,6 +117,7 @@ def mlp(
             f"mlp of x [..., {x.shape[-1]}] needs weight_in [I, {x.shape[-1]}], bias_in [I], weight_out [O, I], bias_out [O];"
             f" got {shapes}"
         )
+    (x,) = cast_for_matmul(x)
     return _Mlp.apply(x, weight_in, bias_in, weight_out, bias_out, approximate)
 
 

@@ -241,3 +241,17 @@ def test_opcheck(p: float) -> None:
     torch.library.opcheck(
         torch.ops.tempo.softmax_dropout_backward.default, (torch.randn_like(scores), probabilities, 0.5, p, RNG, 1)
     )
+
+
+def test_under_autocast() -> None:
+    leaves = [torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = tempo.attention(*leaves)
+        combined = tempo.Combined(-1, 0.0)(leaves[0] @ leaves[1].transpose(-2, -1), leaves[2])
+    assert y.dtype == combined.dtype == torch.bfloat16
+    combined.float().sum().backward()
+    gradients = torch.autograd.grad(y.float().sum(), leaves)
+    expected = torch.autograd.grad(tempo.attention(*leaves).sum(), leaves)
+    for mine, exact in zip(gradients, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, exact, rtol=0.05, atol=0.02)

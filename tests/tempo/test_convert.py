@@ -171,6 +171,25 @@ def test_converting_twice_changes_nothing(kind: str) -> None:
     assert len(model._forward_pre_hooks) == hooks
 
 
+def test_a_model_of_the_same_configuration_is_not_touched(kind: str) -> None:
+    converted = MODELS[kind]()
+    config = converted.config
+    before = config._attn_implementation
+    tempo.convert(converted)
+    other = type(converted)(config)
+    assert config._attn_implementation == before
+    assert any(change.after == "tempo.attention" for change in tempo.convert(other).changes)
+
+
+def test_autocast_trains(kind: str) -> None:
+    _, converted = pair(kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(converted.train(), batch())
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in converted.parameters() if p.grad is not None)
+
+
 def test_copies_and_pickles_compute_the_same(kind: str) -> None:
     _, converted = pair(kind)
     expected = logits(converted.eval(), batch())

@@ -149,3 +149,15 @@ def test_mistakes_are_named(change: dict, message: str) -> None:
     given = dict(zip(names, parameters(torch.float32), strict=True)) | {"x": torch.zeros(2, H), "approximate": "none"}
     with pytest.raises(ValueError, match=message):
         tempo.mlp(**(given | change))
+
+
+def test_under_autocast() -> None:
+    layer, x = tempo.MLP(H, INNER), torch.randn(6, H, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    expected = torch.autograd.grad(layer(x).sum(), x)[0]
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    torch.testing.assert_close(x.grad, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
