@@ -106,6 +106,28 @@ def chain_comparison(dtype: torch.dtype) -> Comparison:
     return Comparison("bias, dropout, residual, LayerNorm 4096 x 1024", ours, {"PyTorch": theirs}, least, {"PyTorch": 0.3})
 
 
+def mlp_comparison(dtype: torch.dtype) -> Comparison:
+    """A whole MLP. It is there for the bytes it keeps, which its name says; its time should be that of the three layers."""
+    x, grad = (torch.randn(512, 1024).to(dtype) for _ in range(2))
+    x.requires_grad_()
+    mine = tempo.MLP(1024, 4096, dtype=dtype)
+    torchs = torch.nn.Sequential(mine.dense_in, torch.nn.GELU(), mine.dense_out)
+    leaves = [x, *mine.parameters()]
+    kept, others = (tempo.saved_bytes(layer, x).total_bytes / 2**20 for layer in (mine, torchs))
+
+    def ours() -> object:
+        return torch.autograd.grad(mine(x), leaves, grad)
+
+    def theirs() -> object:
+        return torch.autograd.grad(torchs(x), leaves, grad)
+
+    # Per weight: read in either pass, gradient written. Per [..., 4096]: six in GEMMs, two in GELU, four in its gradient.
+    weights, wide, narrow = 2 * 1024 * 4096, 512 * 4096, 512 * 1024
+    least = (3 * weights + 12 * wide + 6 * narrow) * x.element_size()
+    name = f"MLP 512 x 1024 x 4096 (keeps {kept:.0f} MiB, PyTorch {others:.0f} MiB)"
+    return Comparison(name, ours, {"Linear, GELU, Linear": theirs}, least, {"Linear, GELU, Linear": 1.05})
+
+
 def attention_comparison(dtype: torch.dtype) -> Comparison:
     shape = (4, 16, 512, 64)
     leaves = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(3)]
@@ -176,5 +198,6 @@ def comparisons(dtype: torch.dtype) -> list[Comparison]:
     if dtype != torch.float32:
         gelus.append(gelu_comparison(dtype, "none", 4))
     layers = [layer_norm_comparison(dtype), dropout_comparison(dtype), chain_comparison(dtype), attention_comparison(dtype)]
+    layers.append(mlp_comparison(dtype))
     lamb = [lamb_comparison()] if dtype == torch.float32 else []  # the parameters are float32 whatever the layers compute in
     return [*gelus, *layers, *lamb, *kernel_comparisons(dtype)]

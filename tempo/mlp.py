@@ -27,6 +27,14 @@ def _backward_runs_once() -> bool:
     return keeps_graph is not None and not keeps_graph()
 
 
+def _gelu_gradient_and_output(dy_RI: Tensor, pre_RI: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `pre_RI` and GELU of it: over `dy_RI` and `pre_RI` where no other backward pass can come."""
+    if _backward_runs_once():
+        torch.ops.tempo.gelu_recompute_backward_(dy_RI, pre_RI, approximate)
+        return dy_RI, pre_RI
+    return torch.ops.tempo.gelu_recompute_backward(dy_RI, pre_RI, approximate)
+
+
 class _Mlp(torch.autograd.Function):
     """Casts parameters to the activations' dtype, and again in the backward pass, as `tempo.linear` does."""
 
@@ -59,22 +67,21 @@ class _Mlp(torch.autograd.Function):
         needs_x, needs_weight_in, needs_bias_in, needs_weight_out, needs_bias_out, _ = ctx.needs_input_grad
         x_RH, grad_RH = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         dx = dweight_in = dbias_in = dweight_out = dbias_out = None
-        dy_RI = grad_RH @ weight_out.to(grad.dtype)
-        if _backward_runs_once():
-            torch.ops.tempo.gelu_recompute_backward_(dy_RI, pre_RI, ctx.approximate)
-            dpre_RI, y_RI = dy_RI, pre_RI
-        else:
-            dpre_RI, y_RI = torch.ops.tempo.gelu_recompute_backward(dy_RI, pre_RI, ctx.approximate)
-        if needs_weight_out:
+        y_RI = None
+        if needs_x or needs_weight_in or needs_bias_in:
+            dpre_RI, y_RI = _gelu_gradient_and_output(grad_RH @ weight_out.to(grad.dtype), pre_RI, ctx.approximate)
+            if needs_x:
+                dx = (dpre_RI @ weight_in.to(grad.dtype)).view(x.shape)
+            if needs_weight_in:
+                dweight_in = (dpre_RI.t() @ x_RH).to(weight_in.dtype)
+            if needs_bias_in and ctx.bias_dtypes[0] is not None:
+                dbias_in = dpre_RI.sum(0, dtype=ctx.bias_dtypes[0])
+        elif needs_weight_out:
+            y_RI, _ = torch.ops.tempo.gelu_forward(pre_RI, ctx.approximate, 1)
+        if needs_weight_out and y_RI is not None:
             dweight_out = (grad_RH.t() @ y_RI).to(weight_out.dtype)
         if needs_bias_out and ctx.bias_dtypes[1] is not None:
             dbias_out = grad_RH.sum(0, dtype=ctx.bias_dtypes[1])
-        if needs_x:
-            dx = (dpre_RI @ weight_in.to(grad.dtype)).view(x.shape)
-        if needs_weight_in:
-            dweight_in = (dpre_RI.t() @ x_RH).to(weight_in.dtype)
-        if needs_bias_in and ctx.bias_dtypes[0] is not None:
-            dbias_in = dpre_RI.sum(0, dtype=ctx.bias_dtypes[0])
         return dx, dweight_in, dbias_in, dweight_out, dbias_out, None
 
 
