@@ -27,7 +27,7 @@ from fit_tables import NUM_PIECES, Function, erf_form, invert, least_squares, li
 
 FORWARD_DEGREE = 5
 BACKWARD_DEGREE = 4
-LOG2_DEGREE = 3
+LOG2_DEGREE = 2
 RIGHT_END = 2.6
 LEFT_END = 4.9  # y = y_min 2^-24
 LEFT_SPLIT = 1.5
@@ -72,9 +72,10 @@ def fit_backward(gelu: Function, derivative: Function, x_min: mp.mpf) -> list[li
 
 
 def fit_log2() -> list[float]:
-    """log2(m) = 1 + f P(f), f = m - 2, for m in [1, 2): exact at the end that y_min belongs to."""
+    """log2(m) = 1 + f P(f), f = m - 2, for m in [1, 2): exact, and with heavy weights, at the end that y_min belongs to."""
     f = nodes(-1.0, 0.0)
-    return [float(c) for c in least_squares(f, [(mp.log(2 + p, 2) - 1) / p for p in f], [abs(p) for p in f], LOG2_DEGREE)]
+    ratio = [(mp.log(2 + p, 2) - 1) / p for p in f]
+    return [float(c) for c in least_squares(f, ratio, [mp.sqrt(abs(p)) for p in f], LOG2_DEGREE)]
 
 
 def cells(y_min: mp.mpf) -> tuple[float, list[list[float]]]:

@@ -82,7 +82,7 @@ constexpr GeluLowTables kTanhLowTables = {
     {0.00036940566496923566f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f},
 };
 
-constexpr float kLowLog2[4] = {0.7187944650650024f, -0.20299182832241058f, 0.0002304953377461061f, -0.07787470519542694f};
+constexpr float kLowLog2[3] = {0.7278960943222046f, -0.1329823136329651f, 0.13784633576869965f};
 constexpr float kLowRightEnd = 2.5999999046325684f, kLowLeftEnd = 4.900000095367432f;
 constexpr float kLowLeftStart = 3.029632329940796f, kLowLeftScale = 0.14691177010536194f;
 
