@@ -14,6 +14,10 @@ constexpr int kThreads = 256;
 template <class T>
 constexpr bool kIsHigh = sizeof(T) == 4;
 
+// With 4 bits, half keeps where in its cell the result lies: that takes more digits than half itself has.
+template <class T, int kSideBits>
+constexpr bool kForwardIsHigh = kIsHigh<T> || (std::is_same<T, __half>::value && kSideBits == 4);
+
 __device__ inline int64_t first_element() { return ((int64_t)blockIdx.x * kThreads + threadIdx.x) * kVector; }
 
 // Writes kSideBits bits for each of `count` elements (8 unless the tensor ends here).
@@ -60,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const T* x, T* y, uin
   uint32_t packed = 0;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const float exact = gelu_of<Form, kIsHigh<T>>(v[i]);
+    const float exact = gelu_of<Form, kForwardIsHigh<T, kSideBits>>(v[i]);
     const uint32_t field = side_field<T, Form, kSideBits>(v[i], exact);
     if (i < count) packed |= field << (i * kSideBits);  // bits past the last element are 0
     v[i] = exact;
@@ -107,27 +111,32 @@ __global__ void __launch_bounds__(kThreads) recompute_kernel(const T* grad, cons
   store8(y + first, count, aligned, v);
 }
 
-// Calls f with a Form and the number of side bits as types.
-template <class T, class F>
+// Calls f with the Form as a type.
+template <bool kHigh, class F>
 int by_form(bool tanh_form, F f) {
-  if (tanh_form) return f(TanhForm<kIsHigh<T>>{});
-  return f(ErfForm<kIsHigh<T>>{});
+  if (tanh_form) return f(TanhForm<kHigh>{});
+  return f(ErfForm<kHigh>{});
+}
+
+template <class T, int kSideBits>
+int launch_forward(const void* x, void* y, uint8_t* side, bool tanh_form, int64_t numel, void* stream) {
+  const unsigned grid = grid_size(numel, kThreads * kVector);
+  if (grid == 0) return (int)cudaErrorInvalidValue;
+  const bool aligned = is_aligned(x) && is_aligned(y);
+  return by_form<kForwardIsHigh<T, kSideBits>>(tanh_form, [&](auto chosen) {
+    CU_LAUNCH((forward_kernel<T, decltype(chosen), kSideBits>), dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)x,
+              (T*)y, side, numel, aligned);
+    return (int)cudaGetLastError();
+  });
 }
 
 }  // namespace
 
 int gelu_forward(int dtype, const void* x, void* y, uint8_t* side, const GeluForm& form, int64_t numel, void* stream) {
-  const unsigned grid = grid_size(numel, kThreads * kVector);
-  if (grid == 0) return (int)cudaErrorInvalidValue;
-  const bool aligned = is_aligned(x) && is_aligned(y);
   return by_dtype(dtype, [&](auto* tag) {
     using T = element_type<decltype(tag)>;
-    return by_form<T>(form.tanh_form, [&](auto chosen) {
-      using Form = decltype(chosen);
-      auto* kernel = form.side_bits == 1 ? &forward_kernel<T, Form, 1> : &forward_kernel<T, Form, 4>;
-      CU_LAUNCH(kernel, dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)x, (T*)y, side, numel, aligned);
-      return (int)cudaGetLastError();
-    });
+    if (form.side_bits == 1) return launch_forward<T, 1>(x, y, side, form.tanh_form, numel, stream);
+    return launch_forward<T, 4>(x, y, side, form.tanh_form, numel, stream);
   });
 }
 
@@ -138,7 +147,7 @@ int gelu_backward(int dtype, const void* grad, const void* y, const uint8_t* sid
   const bool aligned = is_aligned(grad) && is_aligned(y) && is_aligned(dx);
   return by_dtype(dtype, [&](auto* tag) {
     using T = element_type<decltype(tag)>;
-    return by_form<T>(form.tanh_form, [&](auto chosen) {
+    return by_form<kIsHigh<T>>(form.tanh_form, [&](auto chosen) {
       using Form = decltype(chosen);
       auto* kernel = form.side_bits == 1 ? &backward_kernel<T, Form, 1> : &backward_kernel<T, Form, 4>;
       CU_LAUNCH(kernel, dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)grad, (const T*)y, side, (T*)dx, numel,
@@ -155,7 +164,7 @@ int gelu_recompute_backward(int dtype, const void* grad, const void* x, void* dx
   const bool aligned = is_aligned(grad) && is_aligned(x) && is_aligned(dx) && is_aligned(y);
   return by_dtype(dtype, [&](auto* tag) {
     using T = element_type<decltype(tag)>;
-    return by_form<T>(tanh_form, [&](auto chosen) {
+    return by_form<kIsHigh<T>>(tanh_form, [&](auto chosen) {
       CU_LAUNCH((recompute_kernel<T, decltype(chosen)>), dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)grad,
                 (const T*)x, (T*)dx, (T*)y, numel, aligned);
       return (int)cudaGetLastError();
