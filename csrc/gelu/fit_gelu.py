@@ -289,9 +289,9 @@ def main() -> None:
     coefficients = {"none": fit(erf_form()), "tanh": fit(tanh_form())}
     if "--print" in sys.argv[1:]:
         print(render(coefficients), end="")
-    elif "--print-cuda" in sys.argv[1:]:
+    if "--print-cuda" in sys.argv[1:]:
         print(render_cuda(coefficients), end="")
-    else:
+    if not sys.argv[1:]:
         OUTPUT.write_text(render(coefficients), encoding="utf-8")
         CUDA_OUTPUT.write_text(render_cuda(coefficients), encoding="utf-8")
         print(f"wrote {OUTPUT} and {CUDA_OUTPUT}")
