@@ -1,10 +1,8 @@
 """Swap the layers of a HuggingFace BERT, RoBERTa or GPT-2 for Tempo's, in place.
 
 Modules keep their names, parameters and hooks: an optimizer made before stays valid and `state_dict` does not change. LayerNorm,
-GELU and dropout modules get another class; attention goes through transformers' own registry of attention functions.
-
-Masks are drawn by Philox from a seed that every dropout takes from PyTorch's generator at every call, as `nn.Dropout` takes its
-mask: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores that generator, draws the same masks again.
+GELU and dropout modules get another class; attention goes through transformers' own registry of attention functions, see
+tempo/convert_attention.py.
 """
 
 from __future__ import annotations
@@ -15,21 +13,22 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tempo.attention import attention as tempo_attention
+from tempo.convert_attention import IMPLEMENTATION, add_guard, draw_rng, register_attention
 from tempo.dropout import dropout as tempo_dropout
 from tempo.gelu import gelu as tempo_gelu
 from tempo.layer_norm import InplaceLayerNorm
-from tempo.philox import check_probability, fresh_rng
+from tempo.philox import check_probability
 
 MODEL_TYPES = ("bert", "roberta", "gpt2")
 _ATTENTIONS = (
     "BertSelfAttention",
     "BertCrossAttention",
+    "BertSdpaSelfAttention",
     "RobertaSelfAttention",
     "RobertaCrossAttention",
+    "RobertaSdpaSelfAttention",
     "GPT2Attention",
 )
 # transformers' activation classes and the form of GELU they compute; "quick" and clipped ones are other functions.
@@ -41,7 +40,7 @@ _GELU_FORMS = {
     "GELUTanh": "tanh",
     "PytorchGELUTanh": "tanh",
 }
-_IMPLEMENTATION = "tempo"
+_GELU_AS_A_FUNCTION = ("RobertaLMHead",)
 
 
 class ConvertedGelu(nn.Module):
@@ -64,7 +63,7 @@ class ConvertedDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return input
-        return tempo_dropout(input, self.p, fresh_rng(input.device), site=0)
+        return tempo_dropout(input, self.p, draw_rng(input.device), site=0)
 
 
 @dataclass(frozen=True)
@@ -88,101 +87,56 @@ class Conversion:
         lines = [f"{count:>5} x {before} -> {after}" for (before, after), count in counts.items()]
         lines += [f"{change.name}: {change.before} -> {change.after}" for change in self.changes]
         lines += [f"{name}: {why}" for name, why in self.unchanged]
-        return "\n".join(lines or ["nothing changed: the model is converted already"])
+        if not self.changes:
+            lines.insert(0, "nothing changed: the model is converted already")
+        return "\n".join(lines)
 
 
-# ---- attention, through transformers' registries ----
+# ---- attention ----
 
 
-def _alone(tensor: Tensor, other: Tensor) -> Tensor:
-    """A copy where `tensor` would keep a larger storage alive that `other` is no part of.
+def _check_attention(name: str, module: Any) -> None:
+    """Refuse what Tempo's attention would not compute as `module` does, before anything is changed.
 
-    GPT-2 projects query, key and value at once; with a cache the keys and values are copies, and the query alone would keep all.
+    Raises:
+        ValueError: says which module, and why.
     """
-    if torch.compiler.is_compiling():
-        return tensor
-    storage = tensor.untyped_storage()
-    shared = storage.data_ptr() == other.untyped_storage().data_ptr()
-    return tensor if shared or storage.nbytes() <= tensor.nbytes else tensor.contiguous()
+    kind = type(module).__name__
+    if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise ValueError(
+            f"{name}: {kind} of this transformers does not look its attention up in ALL_ATTENTION_FUNCTIONS; use transformers 5,"
+            " or attention=False"
+        )
+    if getattr(module, "position_embedding_type", "absolute") != "absolute":
+        raise ValueError(f"{name}: position_embedding_type {module.position_embedding_type!r} is not supported; attention=False")
+    if getattr(module, "reorder_and_upcast_attn", False):
+        raise ValueError(f"{name}: reorder_and_upcast_attn computes the scores in float32, which Tempo's attention does not")
+    if getattr(module.config, "output_attentions", False):
+        raise ValueError(f"{name}: config.output_attentions is True, and Tempo's attention does not hand out its probabilities")
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls with query, key, value [B, N, Q or K, D]; returns [B, Q, N, D] and no probabilities."""
-    mask = attention_mask if attention_mask is None else attention_mask[..., : key.shape[-2]]
-    # As transformers' own functions do where no mask was made.
-    causal = mask is None and bool(getattr(module, "is_causal", False)) and query.shape[-2] > 1
-    rng = fresh_rng(query.device) if dropout > 0.0 else None
-    context = tempo_attention(_alone(query, key), key, value, mask, p=dropout, rng=rng, scale=scaling, causal=causal)
-    return context.transpose(1, 2), None
-
-
-def _make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """A bool mask (True = attend) that always holds the causal part; None where there is nothing to hide."""
-    from transformers.masking_utils import sdpa_mask
-
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-
-
-def _register_attention() -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _make_mask)
-
-
-class _Guard:
-    """Runs before a converted model: refuses what Tempo's attention cannot give. A copy in another process registers it there."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("output_attentions"):
-            raise ValueError(
-                "output_attentions=True: Tempo's attention does not hand out its probabilities; load the model unconverted"
-            )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _register_attention()
-
-
-def _convert_attention(model: nn.Module, modules: dict[str, nn.Module], report: Conversion) -> None:
-    found = {name: module for name, module in modules.items() if type(module).__name__ in _ATTENTIONS}
-    for name, module in found.items():
-        if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
-            raise ValueError(
-                f"{name}: {type(module).__name__} of this transformers does not look its attention up in"
-                " ALL_ATTENTION_FUNCTIONS; use transformers 5, or attention=False"
-            )
-        if getattr(module, "position_embedding_type", "absolute") != "absolute":
-            raise ValueError(
-                f"{name}: position_embedding_type {module.position_embedding_type!r} is not supported; attention=False"
-            )
-        if getattr(module, "reorder_and_upcast_attn", False):
-            raise ValueError(f"{name}: reorder_and_upcast_attn computes the scores in float32, which Tempo's attention does not")
-    config: Any = model.config
-    if config._attn_implementation == _IMPLEMENTATION:
+def _convert_attention(modules: dict[str, nn.Module], report: Conversion) -> None:
+    found: dict[str, Any] = {name: module for name, module in modules.items() if type(module).__name__ in _ATTENTIONS}
+    if not found:
         return
-    if getattr(config, "output_attentions", False):
-        raise ValueError("config.output_attentions is True: Tempo's attention does not hand out its probabilities")
-    before = config._attn_implementation
-    if found:
-        _register_attention()
-        # Of its own: other models may share the configuration, and would find Tempo's attention there.
-        own = copy.deepcopy(config)
-        own._attn_implementation = _IMPLEMENTATION
-        for module in modules.values():
-            if getattr(module, "config", None) is config:
-                module.config = own
-        model.register_forward_pre_hook(_Guard(), with_kwargs=True)
-    report.changes += [Change(n, f"{type(m).__name__} ({before})", "tempo.attention") for n, m in found.items()]
+    for name, module in found.items():
+        _check_attention(name, module)
+    register_attention()
+    # Copies of their own: other models may share a configuration, and would find Tempo's attention there.
+    own: dict[int, Any] = {}
+    for name, module in found.items():
+        before = module.config._attn_implementation
+        if before != IMPLEMENTATION:
+            report.changes.append(Change(name, f"{type(module).__name__} ({before})", "tempo.attention"))
+            own.setdefault(id(module.config), copy.deepcopy(module.config))
+    for config in own.values():
+        config._attn_implementation = IMPLEMENTATION
+    for module in modules.values():
+        config = getattr(module, "config", None)
+        if id(config) in own:
+            module.config = own[id(config)]
+        if hasattr(module, "base_model_prefix"):  # a model, which may be called alone
+            add_guard(module)
 
 
 # ---- the other layers ----
@@ -203,13 +157,23 @@ def _convert_module(name: str, module: Any, wanted: dict[str, bool], side_bits: 
         report.changes.append(Change(name, before, f"tempo.gelu ({form}, {side_bits} bit)"))
     elif wanted["gelu"] and name.endswith(("act", "act_fn")) and not isinstance(module, ConvertedGelu):
         report.unchanged.append((name, f"{before} is not GELU"))
+    elif wanted["gelu"] and before in _GELU_AS_A_FUNCTION:
+        report.unchanged.append((name, f"{before} calls GELU as a function, which cannot be swapped"))
     elif wanted["dropout"] and type(module) is nn.Dropout:
-        check_probability(module.p)
         if module.inplace:
             report.unchanged.append((name, "Dropout with inplace=True"))
             return
         module.__class__ = ConvertedDropout
         report.changes.append(Change(name, before, "tempo.dropout"))
+
+
+def _check_dropouts(modules: dict[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        if isinstance(module, nn.Dropout):
+            try:
+                check_probability(module.p)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
 
 
 def convert(
@@ -222,6 +186,10 @@ def convert(
     gelu_side_bits: int = 1,
 ) -> Conversion:
     """Swap the layers of a transformers BERT, RoBERTa or GPT-2 model in place; each technique can be left out.
+
+    Every dropout takes a fresh seed from PyTorch's generator at every call: `torch.manual_seed` repeats a run, gradient
+    checkpointing draws the same masks again, and ranks of `torch.distributed` draw different ones though seeded alike. Works
+    under `torch.compile(fullgraph=True)`. A model that was saved with `save_pretrained` loads unconverted.
 
     Args:
         model: `BertModel`, `BertForPreTraining`, `RobertaForMaskedLM`, `GPT2LMHeadModel` and so on; parameters of any floating
@@ -258,11 +226,10 @@ def convert(
     }
     wanted = {"gelu": gelu, "layer_norm": layer_norm, "dropout": dropout}
     report = Conversion()
-    for module in modules.values():
-        if dropout and isinstance(module, nn.Dropout):
-            check_probability(module.p)
+    if dropout or attention:
+        _check_dropouts(modules)
     if attention:
-        _convert_attention(model, modules, report)
+        _convert_attention(modules, report)
     for name, module in modules.items():
         if id(module) not in inside:
             _convert_module(name, module, wanted, gelu_side_bits, report)

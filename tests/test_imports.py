@@ -58,7 +58,7 @@ def test_data_prep_never_imports_torch() -> None:
 def test_tempo_imports_torch_and_the_standard_library_only() -> None:
     for file in files_of("tempo"):
         # Whoever converts a model of transformers has it.
-        allowed = {"torch", "tempo", "__future__"} | ({"transformers"} if file.name == "convert.py" else set())
+        allowed = {"torch", "tempo", "__future__"} | ({"transformers"} if file.name == "convert_attention.py" else set())
         others = top(imported_by(file)) - allowed - set(sys.stdlib_module_names)
         assert not others, f"{file} imports {sorted(others)}"
 
