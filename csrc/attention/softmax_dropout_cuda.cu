@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kGeneralThreads, 1) backward_general_kernel(T*
   }
 }
 
-// Calls f with the lanes and the vectors of a lane that hold a row, as types; f() where none do.
+// Calls in_registers with the lanes and the vectors of a lane that hold a row, as a type; general where none do.
 template <int kLanes, int kGroups>
 struct Layout {
   static constexpr int lanes = kLanes, groups = kGroups;
@@ -249,18 +249,11 @@ int softmax_dropout_forward(int dtype, void* scores, void* dropped, const Softma
         shape.keys, aligned,
         [&](auto layout) {
           using L = decltype(layout);
-          const unsigned grid = grid_size(num_rows, kThreads / L::lanes);
-          if (grid == 0) return (int)cudaErrorInvalidValue;
-          CU_LAUNCH((forward_kernel<T, L::lanes, L::groups>), dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (T*)scores,
-                    (T*)dropped, shape, draw, num_rows, mask_in_vectors(shape));
-          return (int)cudaGetLastError();
+          return launch(&forward_kernel<T, L::lanes, L::groups>, num_rows, kThreads / L::lanes, kThreads, stream, (T*)scores,
+                        (T*)dropped, shape, draw, num_rows, mask_in_vectors(shape));
         },
         [&] {
-          const unsigned grid = grid_size(num_rows, 1);
-          if (grid == 0) return (int)cudaErrorInvalidValue;
-          CU_LAUNCH(forward_general_kernel<T>, dim3(grid), dim3(kGeneralThreads), 0, (cudaStream_t)stream, (T*)scores, (T*)dropped,
-                    shape, draw);
-          return (int)cudaGetLastError();
+          return launch(&forward_general_kernel<T>, num_rows, 1, kGeneralThreads, stream, (T*)scores, (T*)dropped, shape, draw);
         });
   });
 }
@@ -270,22 +263,17 @@ int softmax_dropout_backward(int dtype, void* grad, const void* probabilities, v
   const bool aligned = is_aligned(grad) && is_aligned(probabilities) && is_aligned(dropped);
   return by_dtype(dtype, [&](auto* tag) {
     using T = element_type<decltype(tag)>;
+    const auto* source = (const T*)probabilities;
     return by_layout(
         shape.keys, aligned,
         [&](auto layout) {
           using L = decltype(layout);
-          const unsigned grid = grid_size(num_rows, kThreads / L::lanes);
-          if (grid == 0) return (int)cudaErrorInvalidValue;
-          CU_LAUNCH((backward_kernel<T, L::lanes, L::groups>), dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (T*)grad,
-                    (const T*)probabilities, (T*)dropped, shape, draw, num_rows);
-          return (int)cudaGetLastError();
+          return launch(&backward_kernel<T, L::lanes, L::groups>, num_rows, kThreads / L::lanes, kThreads, stream, (T*)grad, source,
+                        (T*)dropped, shape, draw, num_rows);
         },
         [&] {
-          const unsigned grid = grid_size(num_rows, 1);
-          if (grid == 0) return (int)cudaErrorInvalidValue;
-          CU_LAUNCH(backward_general_kernel<T>, dim3(grid), dim3(kGeneralThreads), 0, (cudaStream_t)stream, (T*)grad,
-                    (const T*)probabilities, (T*)dropped, shape, draw);
-          return (int)cudaGetLastError();
+          return launch(&backward_general_kernel<T>, num_rows, 1, kGeneralThreads, stream, (T*)grad, source, (T*)dropped, shape,
+                        draw);
         });
   });
 }

@@ -67,5 +67,14 @@ TEMPO_FAST(fast_reciprocal, "rcp.approx")
 #undef TEMPO_FAST
 #endif
 
+// Launches the blocks that `count` items need, and returns the error if there is one.
+template <class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), int64_t count, int64_t per_block, int threads, void* stream, Arguments... arguments) {
+  const unsigned grid = grid_size(count, per_block);
+  if (grid == 0) return (int)cudaErrorInvalidValue;
+  CU_LAUNCH(kernel, dim3(grid), dim3((unsigned)threads), 0, (cudaStream_t)stream, arguments...);
+  return (int)cudaGetLastError();
+}
+
 }  // namespace cuda
 }  // namespace tempo

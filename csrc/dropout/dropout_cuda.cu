@@ -30,13 +30,10 @@ __global__ void __launch_bounds__(kThreads) dropout_kernel(const T* x, T* y, Dev
 }  // namespace
 
 int dropout(int dtype, const void* x, void* y, const DeviceDropout& draw, int64_t numel, void* stream) {
-  const unsigned grid = grid_size(numel, kThreads * kVector);
-  if (grid == 0) return (int)cudaErrorInvalidValue;
   const bool aligned = is_aligned(x) && is_aligned(y);
   return by_dtype(dtype, [&](auto* tag) {
     using T = element_type<decltype(tag)>;
-    CU_LAUNCH(dropout_kernel<T>, dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)x, (T*)y, draw, numel, aligned);
-    return (int)cudaGetLastError();
+    return launch(&dropout_kernel<T>, numel, kThreads * kVector, kThreads, stream, (const T*)x, (T*)y, draw, numel, aligned);
   });
 }
 

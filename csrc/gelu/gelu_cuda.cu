@@ -120,13 +120,10 @@ int by_form(bool tanh_form, F f) {
 
 template <class T, int kSideBits>
 int launch_forward(const void* x, void* y, uint8_t* side, bool tanh_form, int64_t numel, void* stream) {
-  const unsigned grid = grid_size(numel, kThreads * kVector);
-  if (grid == 0) return (int)cudaErrorInvalidValue;
   const bool aligned = is_aligned(x) && is_aligned(y);
   return by_form<kForwardIsHigh<T, kSideBits>>(tanh_form, [&](auto chosen) {
-    CU_LAUNCH((forward_kernel<T, decltype(chosen), kSideBits>), dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)x,
-              (T*)y, side, numel, aligned);
-    return (int)cudaGetLastError();
+    return launch(&forward_kernel<T, decltype(chosen), kSideBits>, numel, kThreads * kVector, kThreads, stream, (const T*)x, (T*)y,
+                  side, numel, aligned);
   });
 }
 
@@ -142,32 +139,25 @@ int gelu_forward(int dtype, const void* x, void* y, uint8_t* side, const GeluFor
 
 int gelu_backward(int dtype, const void* grad, const void* y, const uint8_t* side, void* dx, const GeluForm& form, int64_t numel,
                   void* stream) {
-  const unsigned grid = grid_size(numel, kThreads * kVector);
-  if (grid == 0) return (int)cudaErrorInvalidValue;
   const bool aligned = is_aligned(grad) && is_aligned(y) && is_aligned(dx);
   return by_dtype(dtype, [&](auto* tag) {
     using T = element_type<decltype(tag)>;
     return by_form<kIsHigh<T>>(form.tanh_form, [&](auto chosen) {
       using Form = decltype(chosen);
       auto* kernel = form.side_bits == 1 ? &backward_kernel<T, Form, 1> : &backward_kernel<T, Form, 4>;
-      CU_LAUNCH(kernel, dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)grad, (const T*)y, side, (T*)dx, numel,
-                aligned);
-      return (int)cudaGetLastError();
+      return launch(kernel, numel, kThreads * kVector, kThreads, stream, (const T*)grad, (const T*)y, side, (T*)dx, numel, aligned);
     });
   });
 }
 
 int gelu_recompute_backward(int dtype, const void* grad, const void* x, void* dx, void* y, bool tanh_form, int64_t numel,
                             void* stream) {
-  const unsigned grid = grid_size(numel, kThreads * kVector);
-  if (grid == 0) return (int)cudaErrorInvalidValue;
   const bool aligned = is_aligned(grad) && is_aligned(x) && is_aligned(dx) && is_aligned(y);
   return by_dtype(dtype, [&](auto* tag) {
     using T = element_type<decltype(tag)>;
     return by_form<kIsHigh<T>>(tanh_form, [&](auto chosen) {
-      CU_LAUNCH((recompute_kernel<T, decltype(chosen)>), dim3(grid), dim3(kThreads), 0, (cudaStream_t)stream, (const T*)grad,
-                (const T*)x, (T*)dx, (T*)y, numel, aligned);
-      return (int)cudaGetLastError();
+      return launch(&recompute_kernel<T, decltype(chosen)>, numel, kThreads * kVector, kThreads, stream, (const T*)grad,
+                    (const T*)x, (T*)dx, (T*)y, numel, aligned);
     });
   });
 }

@@ -142,13 +142,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor bias,
 // ---- backward ----
 
 template <class Device>
-bool takes_backward(const StableIValue* stack) {
-  Argument grad(stack[0]), y(stack[1]), weight(stack[3]), bias(stack[4]), exact_x_hat(stack[6]);
-  return is_plain<Device>(grad) && grad.same_dtype(y) && grad.same_dtype(exact_x_hat) && weight.served_by<Device>() &&
-         bias.served_by<Device>();
-}
-
-template <class Device>
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor y, Tensor rstd, Tensor weight, Tensor bias, Tensor exact_columns,
                                             Tensor exact_x_hat) {
   check_same_device(grad, y, rstd, weight, bias, exact_columns, exact_x_hat);

@@ -38,6 +38,14 @@ inline Saved checked(const Tensor& grad, const Tensor& y, const Tensor& rstd, co
   return {dense(y), rstd, dense(exact_x_hat)};
 }
 
+// Both backward ops begin with grad, y, rstd, weight, bias, exact_columns, exact_x_hat.
+template <class Device>
+bool takes_backward(const StableIValue* stack) {
+  Argument grad(stack[0]), y(stack[1]), weight(stack[3]), bias(stack[4]), exact_x_hat(stack[6]);
+  return is_plain<Device>(grad) && grad.same_dtype(y) && grad.same_dtype(exact_x_hat) && weight.served_by<Device>() &&
+         bias.served_by<Device>();
+}
+
 // ---- CPU ----
 
 // Floats that start at a multiple of 64 bytes: a vector never lies across two cache lines. Their values are unknown.

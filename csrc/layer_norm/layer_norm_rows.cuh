@@ -160,16 +160,11 @@ int launch_norm_forward(const NormForward<T>& a, void* stream) {
   bool vectors = columns % kVector == 0 && columns <= kForwardThreads * kGroups * kVector && is_aligned(a.x) && is_aligned(a.y) &&
                  is_aligned(a.gamma.data) && is_aligned(a.beta.data);
   if (kResidual) vectors = vectors && is_aligned(a.residual) && is_aligned(a.x_bias.data);
-  const bool warp_per_row = vectors && columns <= kWarp * kGroups * kVector;
-  const unsigned grid = grid_size(a.num_rows, warp_per_row ? 4 : 1);
-  if (grid == 0) return (int)cudaErrorInvalidValue;
-  if (warp_per_row)
-    CU_LAUNCH((norm_forward_kernel<T, kResidual, true>), dim3(grid), dim3(4 * kWarp), 0, (cudaStream_t)stream, a);
-  else if (vectors)
-    CU_LAUNCH((norm_forward_kernel<T, kResidual, false>), dim3(grid), dim3(kForwardThreads), 0, (cudaStream_t)stream, a);
-  else
-    CU_LAUNCH((norm_forward_general_kernel<T, kResidual>), dim3(grid), dim3(kGeneralThreads), 0, (cudaStream_t)stream, a);
-  return (int)cudaGetLastError();
+  const int64_t rows = a.num_rows;
+  if (!vectors) return launch(&norm_forward_general_kernel<T, kResidual>, rows, 1, kGeneralThreads, stream, a);
+  if (columns > kWarp * kGroups * kVector)
+    return launch(&norm_forward_kernel<T, kResidual, false>, rows, 1, kForwardThreads, stream, a);
+  return launch(&norm_forward_kernel<T, kResidual, true>, rows, 4, 4 * kWarp, stream, a);
 }
 
 // ---- backward ----

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
 ARCHS = ("75", "80", "90", "100", "120")
 # The kernels for shapes and layouts that vectors do not fit, and those whose threads work on single elements.
-SCALAR = re.compile("general|add_partials|exact_columns|scalar|finish|reduce|norms_kernel|begin")
+SCALAR = re.compile("general|add_partials|exact_columns|norms_kernel|begin_kernel")
 
 
 def find_tool(name: str) -> str | None:
@@ -64,7 +64,7 @@ def test_no_kernel_spills_or_has_a_stack_frame(reports: dict[str, str]) -> None:
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
         num_kernels += len(frames)
         assert set(frames) <= {("0", "0", "0")}, f"{name}: {report}"
-    assert num_kernels >= 100 * len(ARCHS) / 2, "the report has another form, or kernels are missing"
+    assert num_kernels >= 95 * len(ARCHS), "the report has another form, or kernels are missing"
 
 
 def machine_code(library: Path, arch: str) -> dict[str, str]:

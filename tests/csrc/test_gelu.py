@@ -9,20 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tempo
+from tests.exact_gelu import X_MIN, exact_gelu
 
 ops = torch.ops.tempo
 # The CUDA kernels' GELU is within half a unit in the last place near the minimum too, but not everywhere else.
 EMULATED = "TEMPO_LIBRARY" in os.environ
 APPROXIMATE = ("none", "tanh")
-X_MIN = {"none": -0.7517915246935645, "tanh": -0.7524614220710163}
-
-
-def exact_gelu(x: Tensor, approximate: str) -> Tensor:
-    """GELU in float64, without F.gelu's cancellation on the far left."""
-    x = x.double()
-    if approximate == "tanh":
-        return x * torch.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))
-    return 0.5 * x * torch.erfc(-x * math.sqrt(0.5))
 
 
 def exact_gradient(x: Tensor, grad: Tensor, approximate: str) -> Tensor:

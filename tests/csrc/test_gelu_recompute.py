@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests.exact_gelu import exact_derivative
+
 ops = torch.ops.tempo
-
-
-def exact_derivative(x: Tensor, approximate: str) -> Tensor:
-    """In float64, without the cancellation on the left that 1 + erf and 1 + tanh have."""
-    x = x.double()
-    if approximate == "none":
-        return 0.5 * torch.special.erfc(-x * math.sqrt(0.5)) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    k, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
-    s = torch.sigmoid(k * (x + cubic * x**3))
-    return s + x * k * (1 + 3 * cubic * x * x) * s * torch.sigmoid(-k * (x + cubic * x**3))
 
 
 def pytorch(grad: Tensor, x: Tensor, approximate: str) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tempo
 from tempo.layer_norm import exact_columns
+from tests.exact_gelu import X_MIN, exact_gelu
 from tests.gpu.op_cases import EPS, ops
 
 pytestmark = pytest.mark.gpu
@@ -18,17 +19,8 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_form = pytest.mark.parametrize("approximate", ["none", "tanh"])
-X_MIN = {"none": -0.7517915246935645, "tanh": -0.7524614220710163}
 # Half a spacing relative to the value and the error before rounding, a twentieth of it; and what is lost next to 0.
 ROUNDING = {torch.float16: (1.05 * 2.0**-11, 2.0**-24), torch.bfloat16: (1.05 * 2.0**-8, 1e-36)}
-
-
-def exact_gelu(x: Tensor, approximate: str) -> Tensor:
-    """GELU in float64, without F.gelu's cancellation on the far left."""
-    x = x.double()
-    if approximate == "tanh":
-        return x * torch.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))
-    return 0.5 * x * torch.erfc(-x * math.sqrt(0.5))
 
 
 def exact_gradient(x: Tensor, grad: Tensor, approximate: str) -> Tensor:
